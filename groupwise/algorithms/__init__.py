@@ -1,0 +1,1 @@
+"""The mathematics: pure functions on numbers and tensors, each testable on its own."""

@@ -1,0 +1,80 @@
+"""`Strict`: the base of everything that a user can configure, and how its errors are told."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+
+class Strict(BaseModel):
+    """A frozen record without unknown keys; the string under a field is its documentation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for the known name that is most like `name`, or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
+    """One line per mistake: the field's path, what is wrong, the value, the remedy where one is known."""
+    return [_explain_one(dict(e), model) for e in error.errors(include_url=False)]
+
+
+def _explain_one(error: dict[str, Any], model: type[BaseModel]) -> str:
+    path, owner = _walk(error["loc"], model)
+    kind, value = error["type"], error.get("input")
+    if kind == "extra_forbidden":
+        known = sorted(owner.model_fields) if owner is not None else []
+        hint = nearest(str(error["loc"][-1]), known)
+        return f"{path}: unknown key{hint}" + ("" if hint else f"; known keys: {', '.join(known)}")
+    if kind == "missing":
+        return f"{path}: required, but not given"
+    message = str(error["msg"]).removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
+    # Validators of our own name the value themselves.
+    return f"{path}: {message}" if kind == "value_error" else f"{path}: {message}, got {value!r}"
+
+
+def _walk(loc: tuple[str | int, ...], model: type[BaseModel]) -> tuple[str, type[BaseModel] | None]:
+    """The dotted path as the user wrote it, and the model that owns its last key.
+
+    In a union, pydantic puts the tag of the chosen member (or its class name) between a field and the keys under it:
+    such entries are not keys of the file, and choose the member here.
+    """
+    path: list[str] = []
+    owner: type[BaseModel] | None = model
+    members: list[type[BaseModel]] = []
+    for entry in loc:
+        chosen = [m for m in members if entry in _tags(m)]
+        if isinstance(entry, str) and chosen:
+            owner, members = chosen[0], []
+            continue
+        path.append(str(entry))
+        if isinstance(entry, int):
+            continue
+        if len(members) == 1:
+            owner = members[0]
+        field = owner.model_fields.get(entry) if owner is not None else None
+        members = list(_models_in(field.annotation)) if field is not None else []
+        if field is None:
+            continue
+    return ".".join(path), owner
+
+
+def _tags(model: type[BaseModel]) -> set[str]:
+    kind = model.model_fields.get("kind")
+    literals = getattr(kind.annotation, "__args__", ()) if kind is not None else ()
+    return {model.__name__, *map(str, literals)}
+
+
+def _models_in(annotation: Any) -> Iterable[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in getattr(annotation, "__args__", ()):
+        yield from _models_in(argument)
