@@ -167,7 +167,8 @@ class Chat:
             text: str = self.tokenizer.apply_chat_template(turns, tokenize=False)
             after = text[text.rfind(marker) + len(marker) :]
             ids = self.tokenizer(after, add_special_tokens=False)["input_ids"]
-            special = set(self.tokenizer.all_special_ids)
-            if ids and ids[0] in special:
+            # Not `all_special_ids`: that lists only the tokens with a role of their own (eos, pad, ...).
+            added = self.tokenizer.added_tokens_decoder
+            if ids and ids[0] in added and added[ids[0]].special:
                 return ids[0]
         return self.tokenizer.eos_token_id

@@ -215,6 +215,10 @@ class Policy:
                 self.base.set_attn_implementation(ATTENTION)
                 if self.base.config._attn_implementation != ATTENTION:
                     return "it has an attention of its own"
+                layout = PackedLayout(probe)
+                self.hidden_states(probe.token_ids_F, probe.position_F, layout)
+                if _declares_window(self.base.config.get_text_config()) and set(layout.masks) == {None}:
+                    raise UnroutableAttentionError("the model puts its attention window into its mask alone")
                 actual, _ = self.token_logprobs(probe)
             except (UnroutableAttentionError, TypeError, AttributeError, ValueError, RuntimeError) as error:
                 reason = str(error).splitlines()[0]
@@ -269,6 +273,14 @@ def _target_logprobs(logits: Tensor, target_T: Tensor, temperature: float, entro
         return logps, logps.new_empty(0)
     shares = torch.exp(logits - normaliser[:, None])
     return logps, normaliser - (shares * logits).sum(1)
+
+
+def _declares_window(config: Any) -> bool:
+    """Whether, by its configuration, some layer of the model sees less than everything before it."""
+    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
+    kinds = getattr(config, "layer_types", None)
+    limited = kinds is None or not {"sliding_attention", "chunked_attention"}.isdisjoint(kinds)
+    return window is not None and limited and window < getattr(config, "max_position_embeddings", window + 1)
 
 
 def _locate(name: str) -> tuple[str, dict[str, Any]]:

@@ -51,6 +51,7 @@ def policy_loss(
     live_T = weight_T != 0
     zero = torch.zeros((), dtype=logp_T.dtype, device=logp_T.device)
     log_ratio_T = torch.where(live_T, logp_T - old_logp_T, zero)
+    advantage_T = torch.where(live_T, advantage_T, zero)
     if cfg.ratio == "sequence":
         log_ratio_T = _sequence_mean(log_ratio_T, live_T, segment_T)
     ratio_T = torch.exp(log_ratio_T.clamp(-kl.EXPONENT_CAP, kl.EXPONENT_CAP))

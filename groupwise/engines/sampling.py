@@ -44,7 +44,7 @@ def draw(logits_RV: Tensor, uniform_R: Tensor, sampling: Sampling, vocabulary: i
     if greedy:
         token_R = known.argmax(dim=1)
     else:
-        share_RV = _filtered(torch.exp(known - normaliser_R1), sampling)
+        share_RV = _filtered(torch.softmax(known, dim=1), sampling)
         cumulative = share_RV.cumsum(dim=1)
         target = uniform_R[:, None] * cumulative[:, -1:]
         token_R = torch.searchsorted(cumulative, target, right=True).squeeze(1)

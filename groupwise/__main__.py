@@ -1,0 +1,5 @@
+import sys
+
+from groupwise.cli import main
+
+sys.exit(main())

@@ -1,0 +1,471 @@
+"""Recipes: strict models, YAML in, resolved YAML out. Nothing here imports torch, so mistakes are told at once."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from groupwise.algorithms.presets import Algorithm, NonNegative
+from groupwise.rewards import BUILTIN_PARTS, RewardComposer, Verifier, load_part
+from groupwise.schema import Strict, explain, nearest
+from groupwise.tasks import TaskConfig, normalise
+from groupwise.types import Sampling
+
+Positive = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+BASE = "base"
+"""The name under which stages refer to the recipe's own model."""
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be run; `mistakes` has one line per mistake."""
+
+    def __init__(self, source: str, mistakes: Sequence[str]) -> None:
+        self.mistakes = list(mistakes)
+        super().__init__("\n".join(f"{source}: {m}" for m in mistakes))
+
+
+# -- parts ---------------------------------------------------------------------------------------------------------
+
+
+class OptimConfig(Strict):
+    """The optimiser: AdamW, its learning-rate schedule, gradient clipping."""
+
+    lr: NonNegative = 1e-6
+    """Peak learning rate."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: constant, or falling to `min_lr_ratio` of the peak by the last step."""
+    min_lr_ratio: Share = 0.1
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which the rate rises linearly; the first step already uses lr / warmup_steps."""
+    weight_decay: NonNegative = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    max_grad_norm: NonNegative = 1.0
+    """Gradients are scaled down to this norm; 0 turns clipping off."""
+
+
+class SamplingConfig(Strict):
+    """How completions are drawn; see `groupwise.types.Sampling`."""
+
+    temperature: NonNegative = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    max_tokens: Positive = 512
+    """Longest completion; a completion cut off here has finish reason "length"."""
+    max_prompt_tokens: Positive | None = None
+    """Longer prompts are left out and counted; by default what the model's positions leave room for."""
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_p, self.top_k, self.min_p, self.max_tokens)
+
+
+class GRPOConfig(Algorithm, OptimConfig, SamplingConfig):
+    """Everything that `GRPOTrainer` needs to know; `algorithm` names the method to start from."""
+
+    group_size: int = 8
+    """Samples per prompt."""
+    ppo_epochs: Positive = 1
+    """Passes over the rollouts of a step."""
+    minibatches: Positive = 1
+    """Optimiser steps per pass; groups are dealt out to them in turn."""
+    mask_truncated: bool = False
+    """Do not train completions that were cut off (they still count in their group's mean)."""
+    max_batch_tokens: Positive = 4096
+    """Tokens per forward and backward pass: bounds memory, changes nothing else."""
+    max_failed_rewards: Share = 0.25
+    """Stop when more than this share of a step's rewards failed."""
+    seed: int = 0
+
+    @field_validator("group_size")
+    @classmethod
+    def _has_something_to_compare(cls, value: int) -> int:
+        if value < 2:
+            raise ValueError(f"must be >= 2, got {value}: an advantage compares the samples of one prompt")
+        return value
+
+    @field_validator("temperature")
+    @classmethod
+    def _draws_different_samples(cls, value: float) -> float:
+        if value == 0:
+            raise ValueError("must be > 0 to train, got 0: greedy samples of one prompt are all equal")
+        return value
+
+
+class LoRA(Strict):
+    """Low-rank adapters (arXiv 2106.09685) instead of full fine-tuning; needs `pip install groupwise[lora]`."""
+
+    rank: Positive = 16
+    alpha: Positive = 32
+    target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+
+
+class PartConfig(Strict):
+    """A reward part with more than a weight."""
+
+    weight: float = 1.0
+    function: str | None = None
+    """`module:function` of your own; it is called with (prompt, response) and returns a number, or None to abstain."""
+
+    @field_validator("function")
+    @classmethod
+    def _resolves(cls, value: str | None) -> str | None:
+        if value is not None:
+            load_part(value)
+        return value
+
+
+Rewards = dict[str, float | PartConfig]
+
+
+# -- stages --------------------------------------------------------------------------------------------------------
+
+
+class Stage(Strict):
+    """What all stages have."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+    """Names the stage's folder in the run directory; other stages refer to its model or data by it."""
+
+
+class TrainingStage(Stage):
+    """What the stages that train a model have."""
+
+    model: str = BASE
+    """Where training starts: `base`, or an earlier stage that made a model."""
+    checkpoint_every: Positive | Literal["auto"] = "auto"
+    """Steps between checkpoints; `auto` saves as often as costs less than 3 % of the time. Rollouts are kept at every
+    step, so after a kill none is drawn again."""
+    lora: LoRA | None = None
+
+
+class TraceData(Strict):
+    """Worked examples that the task makes itself."""
+
+    kind: Literal["traces"] = "traces"
+    count: Positive = 512
+
+
+class StageData(Strict):
+    """What an earlier `reject` stage kept."""
+
+    kind: Literal["stage"] = "stage"
+    stage: str
+
+
+class FileData(Strict):
+    """Conversations in a JSONL file: rows `{"messages": [...]}` that end with the assistant's message."""
+
+    kind: Literal["file"] = "file"
+    path: str
+
+
+class SFTStage(TrainingStage, OptimConfig):
+    """Supervised fine-tuning on assistant tokens."""
+
+    kind: Literal["sft"]
+    data: Annotated[TraceData | StageData | FileData, Field(discriminator="kind")] = TraceData()
+    epochs: Positive = 1
+    batch_size: Positive = 32
+    """Examples per optimiser step."""
+    lr: NonNegative = 1e-5
+    max_batch_tokens: Positive = 4096
+    """Tokens per forward and backward pass: bounds memory, changes nothing else."""
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _kind_of_data(cls, value: Any) -> Any:
+        """`{stage: select}` and `{path: rows.jsonl}` say what they are without a `kind`."""
+        if isinstance(value, Mapping) and "kind" not in value:
+            kind = "stage" if "stage" in value else "file" if "path" in value else "traces"
+            return {"kind": kind, **value}
+        return value
+
+
+class GRPOStage(TrainingStage, GRPOConfig):
+    """Reinforcement learning with group-relative advantages."""
+
+    kind: Literal["grpo"]
+    steps: Positive
+    prompts_per_step: Positive = 32
+    seed: int | None = None  # type: ignore[assignment]
+    """By default drawn from the recipe's seed and the stage's name."""
+    task: TaskConfig | None = None
+    """Another task than the recipe's."""
+    rewards: Rewards | None = None
+    """Other rewards than the recipe's."""
+    eval_every: Annotated[int, Field(ge=0)] = 0
+    """Steps between greedy evaluations on held-out prompts; 0 turns them off."""
+    eval_prompts: Positive = 128
+
+    @field_validator("task", mode="before")
+    @classmethod
+    def _normalise_task(cls, value: Any) -> Any:
+        return value if value is None else normalise(value)
+
+
+class RejectStage(Stage, SamplingConfig):
+    """Rejection sampling: draw samples, keep the good ones as a data set for `sft`."""
+
+    kind: Literal["reject"]
+    model: str
+    prompts: Positive = 512
+    samples: Positive = 8
+    keep: Literal["correct", "best"] = "correct"
+    """correct: every sample that is right (and, if `format` is among the rewards, well formed); best: those with the
+    highest total reward, right or not."""
+    per_prompt: Positive | None = None
+    """Keep at most this many per prompt, the highest rewards first; by default 1 for `best` and all for `correct`."""
+    deduplicate: bool = True
+    """Drop samples whose text equals an earlier one of the same prompt."""
+    task: TaskConfig | None = None
+    rewards: Rewards | None = None
+
+    @field_validator("task", mode="before")
+    @classmethod
+    def _normalise_task(cls, value: Any) -> Any:
+        return value if value is None else normalise(value)
+
+
+class EvaluateStage(Stage, SamplingConfig):
+    """Greedy and sampled accuracy on held-out prompts."""
+
+    kind: Literal["evaluate"]
+    models: Annotated[tuple[str, ...], Field(min_length=1)]
+    prompts: Positive = 500
+    samples: Positive = 8
+    """Samples per prompt beside the greedy one."""
+    task: TaskConfig | None = None
+
+    @field_validator("task", mode="before")
+    @classmethod
+    def _normalise_task(cls, value: Any) -> Any:
+        return value if value is None else normalise(value)
+
+
+AnyStage = Annotated[SFTStage | GRPOStage | RejectStage | EvaluateStage, Field(discriminator="kind")]
+STAGE_KINDS = ("sft", "grpo", "reject", "evaluate")
+
+
+# -- the recipe ----------------------------------------------------------------------------------------------------
+
+
+class Recipe(Strict):
+    """A whole run: the model, the task, the rewards, and the stages in order."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+    """Names the run directory, `runs/<name>`."""
+    seed: int = 0
+    model: str
+    """A folder, a `.gguf` file, a hub id or `builtin:tiny`."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights. On a GPU float32 weights compute in bfloat16."""
+    system_prompt: str = "none"
+    """`none`, `r1` or `r1-zh` (ask for `<think>` and `<answer>`), or your own text."""
+    task: TaskConfig
+    rewards: Rewards = {"correctness": 1.0, "format": 0.2, "reasoning": 0.2}
+    """Weight of each part by name; a part of your own is `{weight: 0.1, function: "module:function"}`."""
+    judge: str | None = None
+    """`module:object` with `.score(prompt, response)` from 0 to 1, for answers without ground truth."""
+    answer_style: Literal["auto", "boxed", "answer-tag", "hash", "answer-line", "choice", "last-line", "code"] = "auto"
+    """Where the final answer stands in a response."""
+    blocklist: tuple[str, ...] = ()
+    """Words that the safety reward refuses, beside its own rules."""
+    stages: Annotated[tuple[AnyStage, ...], Field(min_length=1)]
+
+    @field_validator("task", mode="before")
+    @classmethod
+    def _normalise_task(cls, value: Any) -> Any:
+        return normalise(value)
+
+    @field_validator("judge")
+    @classmethod
+    def _resolves(cls, value: str | None) -> str | None:
+        if value is not None:
+            load_part(value)
+        return value
+
+    @model_validator(mode="after")
+    def _check_references(self) -> Recipe:
+        mistakes = [*_reward_mistakes(self), *_reference_mistakes(self.stages)]
+        if mistakes:
+            raise ValueError("\n".join(mistakes))
+        return self
+
+    def task_of(self, stage: AnyStage) -> TaskConfig:
+        return getattr(stage, "task", None) or self.task
+
+    def rewards_of(self, stage: AnyStage) -> Rewards:
+        return getattr(stage, "rewards", None) or self.rewards
+
+    def composer(self, rewards: Rewards, verify: Verifier | None) -> RewardComposer:
+        """The reward that these parts describe; `verify` is the task's own scorer, if it has one."""
+        settings = {name: p if isinstance(p, PartConfig) else PartConfig(weight=p) for name, p in rewards.items()}
+        return RewardComposer(
+            {name: part.weight for name, part in settings.items()},
+            parts={name: load_part(part.function) for name, part in settings.items() if part.function},
+            judge=load_part(self.judge) if self.judge else None,
+            verify=verify,
+            answer_style=self.answer_style,
+            blocklist=self.blocklist,
+        )
+
+
+def _reward_mistakes(recipe: Recipe) -> Iterator[str]:
+    sets = [("rewards", recipe.rewards)]
+    sets += [(f"stages.{s.name}.rewards", r) for s in recipe.stages if (r := getattr(s, "rewards", None)) is not None]
+    for path, rewards in sets:
+        for name, part in rewards.items():
+            weight = part.weight if isinstance(part, PartConfig) else part
+            if not 0 <= weight < float("inf"):
+                yield (
+                    f"{path}.{name}: weight must be >= 0 and finite, got {weight}; "
+                    "set it to 0 to log the part without training on it"
+                )
+            if name not in BUILTIN_PARTS and not (isinstance(part, PartConfig) and part.function):
+                hint = nearest(name, BUILTIN_PARTS)
+                yield f"{path}.{name}: unknown reward{hint}; one of your own needs {{weight, function}}"
+        if not any((p.weight if isinstance(p, PartConfig) else p) > 0 for p in rewards.values()):
+            yield f"{path}: at least one reward needs a weight above 0"
+
+
+def parents_of(stage: AnyStage) -> list[tuple[str, str, str]]:
+    """(key, name of the parent, "model" or "data") for every stage or model that `stage` builds on."""
+    parents = [(f"models.{i}", m, "model") for i, m in enumerate(getattr(stage, "models", ()))]
+    if isinstance(stage, SFTStage | GRPOStage | RejectStage):
+        parents.append(("model", stage.model, "model"))
+    if isinstance(stage, SFTStage) and isinstance(stage.data, StageData):
+        parents.append(("data.stage", stage.data.stage, "data"))
+    return parents
+
+
+def _reference_mistakes(stages: Sequence[AnyStage]) -> Iterator[str]:
+    names = [s.name for s in stages]
+    for name in {n for n in names if names.count(n) > 1}:
+        yield f"stages: two stages are called {name!r}; give each a name of its own"
+    if BASE in names:
+        yield f"stages: {BASE!r} is the name of the recipe's own model; call the stage something else"
+    makes = {s.name: {"sft": "model", "grpo": "model", "reject": "data"}.get(s.kind) for s in stages}
+    graph = {s.name: [p for _, p, _ in parents_of(s)] for s in stages}
+    cycle = _find_cycle(graph)
+    if cycle:
+        yield f"stages: {' -> '.join(cycle)} is a cycle: none of them can run first"
+    for place, stage in enumerate(stages):
+        for key, parent, wanted in parents_of(stage):
+            path = f"stages.{stage.name}.{key}"
+            if parent == BASE and wanted == "model":
+                continue
+            if parent not in makes:
+                known = [n for n in names if makes[n] == wanted] + [BASE] * (wanted == "model")
+                hint = nearest(parent, known) or f"; known: {', '.join(known)}"
+                yield f"{path}: no stage is called {parent!r}{hint}"
+            elif makes[parent] != wanted:
+                yield f"{path}: stage {parent!r} makes no {wanted}"
+            elif not cycle and names.index(parent) >= place:
+                yield f"{path}: stage {parent!r} comes later; move it before {stage.name!r}"
+
+
+def _find_cycle(graph: Mapping[str, Sequence[str]]) -> list[str]:
+    """The names along one cycle, the first repeated at the end; empty if there is none."""
+
+    def search(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        return next((c for parent in graph.get(name, ()) if (c := search(parent, [*path, name]))), [])
+
+    return next((c for name in graph if (c := search(name, []))), [])
+
+
+# -- reading and writing -------------------------------------------------------------------------------------------
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which `1e-5` is a number (YAML 1.1 wants `1.0e-5`) and a repeated key is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=deep)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def read_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file and apply `key.path=value` overrides; stages go by name or number.
+
+    Raises:
+        RecipeError: the file is missing, is no YAML, or is no valid recipe; every mistake is named.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(str(path), [f"cannot be read: {getattr(error, 'strerror', None) or error}"]) from error
+    return parse_recipe(text, overrides, source=str(path))
+
+
+def parse_recipe(text: str, overrides: Sequence[str] = (), source: str = "recipe") -> Recipe:
+    """The recipe in a YAML text. See `read_recipe`."""
+    try:
+        data = yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise RecipeError(source, [f"is not valid YAML: {error}"]) from error
+    if not isinstance(data, dict):
+        raise RecipeError(source, [f"a recipe is a mapping of keys to values, got {type(data).__name__}"])
+    for override in overrides:
+        try:
+            _apply_override(data, override)
+        except ValueError as error:
+            raise RecipeError("override", [f"{override}: {error}"]) from error
+    try:
+        return Recipe.model_validate_json(json.dumps(data, default=str))
+    except ValidationError as error:
+        mistakes = [line for text in explain(error, Recipe) for line in text.removeprefix(": ").split("\n")]
+        raise RecipeError(source, mistakes) from error
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    path, equals, value = override.partition("=")
+    if not equals:
+        raise ValueError("an override is key.path=value")
+    *parents, last = path.split(".")
+    target: Any = data
+    for key in parents:
+        target = _child(target, key)
+    if isinstance(target, list):
+        raise ValueError(f"{last!r} would replace a whole entry of a list; name a key inside it")
+    target[last] = yaml.load(value, _Loader)
+
+
+def _child(target: Any, key: str) -> Any:
+    if isinstance(target, list):
+        named = [entry for entry in target if isinstance(entry, dict) and entry.get("name") == key]
+        if named:
+            return named[0]
+        if key.isdigit() and int(key) < len(target):
+            return target[int(key)]
+        names = [str(e.get("name")) for e in target if isinstance(e, dict)]
+        raise ValueError(f"no entry {key!r}; there are {', '.join(names)}")
+    if not isinstance(target, dict):
+        raise ValueError(f"{key!r} is not below a mapping")
+    return target.setdefault(key, {})
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The resolved recipe as YAML: every key with the value that is used."""
+    data = recipe.model_dump(mode="json")
+    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120)

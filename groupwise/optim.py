@@ -1,0 +1,73 @@
+"""The optimiser step that every training stage takes: AdamW, a learning-rate schedule, gradient clipping."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from groupwise.config import OptimConfig
+
+
+def learning_rate(config: OptimConfig, step: int, total_steps: int | None) -> float:
+    """The rate of optimiser step `step` (from 0) of `total_steps`.
+
+    Raises:
+        ValueError: the schedule needs `total_steps`.
+
+    >>> learning_rate(OptimConfig(lr=1.0, warmup_steps=10), 0, None)
+    0.1
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.lr_schedule == "constant":
+        return config.lr
+    if total_steps is None:
+        raise ValueError(f"lr_schedule {config.lr_schedule!r} needs the total number of steps")
+    done = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    fall = 1 - done if config.lr_schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * fall)
+
+
+class Optimizer:
+    """AdamW over the trainable parameters; `apply` takes one step with the gradients that have been accumulated.
+
+    Raises:
+        ValueError: there is nothing to train.
+    """
+
+    def __init__(
+        self, parameters: list[torch.nn.Parameter], config: OptimConfig, total_steps: int | None = None
+    ) -> None:
+        if not parameters:
+            raise ValueError("no parameter of the model requires a gradient; unfreeze it, or the adapter, first")
+        self.parameters, self.config, self.total_steps = parameters, config, total_steps
+        self.adamw = torch.optim.AdamW(parameters, lr=0.0, betas=config.betas, weight_decay=config.weight_decay)
+        self.steps = 0
+
+    def apply(self) -> dict[str, float]:
+        """Clip, step, clear the gradients; returns `update/grad_norm` (before clipping) and `update/lr`.
+
+        Raises:
+            FloatingPointError: a gradient is NaN or infinite. The weights and the optimiser are unchanged.
+        """
+        limit = self.config.max_grad_norm or math.inf
+        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, limit))
+        if not math.isfinite(norm):
+            self.adamw.zero_grad(set_to_none=True)
+            raise FloatingPointError(f"the gradient norm is {norm} at optimiser step {self.steps}; weights unchanged")
+        rate = learning_rate(self.config, self.steps, self.total_steps)
+        for group in self.adamw.param_groups:
+            group["lr"] = rate
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+        self.steps += 1
+        return {"update/grad_norm": norm, "update/lr": rate}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"adamw": self.adamw.state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.adamw.load_state_dict(state["adamw"])
+        self.steps = state["steps"]

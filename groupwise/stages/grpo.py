@@ -1,0 +1,77 @@
+"""Reinforcement learning with group-relative advantages."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from groupwise.config import GRPOStage
+from groupwise.stages import StageContext
+from groupwise.stages.evaluate import greedy_accuracy
+from groupwise.stages.training import train
+from groupwise.trainer import GRPOTrainer, group_metrics
+
+
+def run(ctx: StageContext) -> dict[str, Any]:
+    """Train `stage.model` on the task's prompts; writes every rollout, and `model/`.
+
+    The rollouts of a step are on disk before its update begins: a run that was killed in between trains on them and
+    does not draw them again.
+    """
+    cfg = ctx.stage
+    assert isinstance(cfg, GRPOStage)
+    task = ctx.task()
+    policy = ctx.policy(cfg.model, cfg.lora)
+    seed = ctx.seed if cfg.seed is None else cfg.seed
+    config = cfg.model_copy(update={"seed": seed})
+    trainer = GRPOTrainer(
+        policy,
+        reward_model=ctx.reward(task),
+        config=config,
+        total_steps=cfg.steps * cfg.ppo_epochs * cfg.minibatches,
+    )
+    held_out = task.sample(cfg.eval_prompts, seed=ctx.seed, split="test") if cfg.eval_every else []
+    advised: set[str] = set()
+
+    def take_step(step: int) -> dict[str, float]:
+        start = time.perf_counter()
+        groups = ctx.dir.load_rollouts(step)
+        if groups is not None and groups[0].rollouts[0].completion.policy_version == policy.version:
+            metrics = group_metrics(groups) | {"data/prompts_too_long": float(cfg.prompts_per_step - len(groups))}
+        else:
+            groups, metrics = trainer.collect(task.sample(cfg.prompts_per_step, seed=(seed, step)))
+            ctx.dir.save_rollouts(step, groups)
+        metrics |= trainer.update(groups)
+        seconds = time.perf_counter() - start
+        metrics |= {"time/step": seconds, "tokens/per_second": metrics.get("tokens/sampled", 0.0) / seconds}
+        if cfg.eval_every and ((step + 1) % cfg.eval_every == 0 or step + 1 == cfg.steps):
+            metrics["eval/accuracy"] = greedy_accuracy(policy, held_out, trainer.reward, config.sampling)
+        for advice in _advice(cfg, step, metrics):
+            if advice not in advised:
+                advised.add(advice)
+                ctx.progress.note(f"{cfg.name}: {advice}")
+        return metrics
+
+    last = train(ctx, trainer, cfg.steps, take_step)
+    with ctx.dir.new_folder("model") as folder:
+        policy.save(folder)
+    return {"steps": cfg.steps, **{k: last[k] for k in ("reward/total", "reward/correctness") if k in last}}
+
+
+def _advice(cfg: GRPOStage, step: int, metrics: dict[str, float]) -> list[str]:
+    """What a person would want to be told while the run can still be stopped."""
+    advice = []
+    if step >= 2 and metrics.get("group/no_signal", 0.0) >= 0.9:
+        if metrics["rollout/truncated"] > 0.5:
+            advice.append(
+                f"{metrics['rollout/truncated']:.0%} of the completions are cut off at max_tokens {cfg.max_tokens} and "
+                "almost no group carries a signal; raise max_tokens"
+            )
+        else:
+            advice.append(
+                "almost no group carries a signal: all samples of a prompt get the same reward; choose easier or "
+                "harder prompts, a larger group_size, or a longer cold start"
+            )
+    if metrics.get("data/prompts_too_long", 0.0):
+        advice.append("some prompts are longer than max_prompt_tokens and are left out; see data/prompts_too_long")
+    return advice
