@@ -9,10 +9,10 @@ demo: $(VENV)/ready  ## the four stages on the built-in model, with progress and
 	$(BIN)/groupwise run recipes/r1-tiny.yaml
 
 test: $(VENV)/ready  ## the fast tests
-	$(BIN)/pytest -q -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n auto --dist loadfile -m "not slow"
 
 test-slow: $(VENV)/ready  ## the slow ones: whole recipes on several seeds, a real pretrained model, kills
-	$(BIN)/pytest -q -m slow
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n auto --dist worksteal -m slow
 
 check: $(VENV)/ready  ## lint, format, types
 	$(BIN)/ruff check .

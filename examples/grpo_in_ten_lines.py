@@ -8,7 +8,7 @@ def digits(prompt, response):
 
 
 reward = RewardComposer({"digits": 1.0}, parts={"digits": digits})
-config = GRPOConfig(group_size=8, clip_range=0.2, kl_coef=0.04, ppo_epochs=1, lr=1e-3, max_tokens=16)
+config = GRPOConfig(group_size=8, clip_range=0.2, kl_coef=0.04, ppo_epochs=1, lr=3e-3, max_tokens=16)
 trainer = GRPOTrainer("builtin:tiny", reward_model=reward, config=config)
 for step in range(20):
     metrics = trainer.train_step(["Count to five.", "从一数到五。", "What is 2 + 2?", "Write a number."])

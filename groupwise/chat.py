@@ -133,11 +133,13 @@ class Chat:
         Earlier turns, their end tokens included, are part of the prompt. A prefilled `<think>` is not repeated.
 
         Raises:
-            ValueError: the last message is not a non-empty assistant message.
+            ValueError: there is no prompt, or the last message is not a non-empty assistant message.
         """
         *context, last = messages
-        if last["role"] != "assistant" or not last["content"]:
-            raise ValueError(f"an example must end with a non-empty assistant message, got {dict(last)!r}")
+        if not context or last["role"] != "assistant" or not last["content"]:
+            raise ValueError(
+                f"an example is a prompt and must end with a non-empty assistant message, got {list(messages)!r}"
+            )
         prefill = self.prefill(context)
         text = last["content"]
         if prefill:

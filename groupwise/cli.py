@@ -22,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(given)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.path.append(os.getcwd())  # where a recipe's own rewards are looked for
     try:
         options.command(options)
     except KeyboardInterrupt:
@@ -259,7 +260,11 @@ def _refuse_no_model(source: str) -> None:
 def _quiet_libraries() -> None:
     """Keep what libraries say about themselves off the screen; errors stay."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.filterwarnings("ignore", module="transformers")
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 if __name__ == "__main__":

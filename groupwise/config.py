@@ -267,6 +267,9 @@ class Recipe(Strict):
     """A folder, a `.gguf` file, a hub id or `builtin:tiny`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights. On a GPU float32 weights compute in bfloat16."""
+    threads: Positive | None = None
+    """CPU threads of torch; by default one per core. Models of a few million parameters are as fast with one, and do
+    not suffer when other work takes the other cores."""
     system_prompt: str = "none"
     """`none`, `r1` or `r1-zh` (ask for `<think>` and `<answer>`), or your own text."""
     task: TaskConfig
@@ -332,6 +335,9 @@ def _reward_mistakes(recipe: Recipe) -> Iterator[str]:
             if name not in BUILTIN_PARTS and not (isinstance(part, PartConfig) and part.function):
                 hint = nearest(name, BUILTIN_PARTS)
                 yield f"{path}.{name}: unknown reward{hint}; one of your own needs {{weight, function}}"
+        has_truth = getattr(getattr(recipe.task, "columns", None), "answer", "") is not None
+        if "correctness" in rewards and not has_truth and recipe.judge is None:
+            yield f"{path}.correctness: the task maps no answer column; set task.columns.answer, or a judge"
         if not any((p.weight if isinstance(p, PartConfig) else p) > 0 for p in rewards.values()):
             yield f"{path}: at least one reward needs a weight above 0"
 

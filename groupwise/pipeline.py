@@ -105,8 +105,12 @@ def run(recipe: Recipe, root: Path, progress: Progress) -> dict[str, Any]:
     Raises:
         RunConflictError: `root` holds another recipe's run, or a stage made from something that has changed since.
     """
+    import torch
+
     directory = RunDir(root)
     _claim(directory, recipe)
+    if recipe.threads is not None:
+        torch.set_num_threads(recipe.threads)
     earlier: dict[str, StageDir] = {}
     results: dict[str, Any] = {}
     for index, stage in enumerate(recipe.stages):

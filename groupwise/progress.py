@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 PLAIN_LINE_EVERY_SECONDS = 5.0
+WIDTH_WITHOUT_TERMINAL = 120
 
 SHOWN = {
     "loss/sft": ("loss", "{:.3f}"),
@@ -31,6 +32,8 @@ class Progress:
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
+        if not self.console.is_terminal:
+            self.console.width = WIDTH_WITHOUT_TERMINAL
         self.live: Live | None = None
         self.label = ""
         self._last_values: dict[str, float] = {}

@@ -12,6 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from groupwise.chat import ANSWER, ANSWER_END, THINK, THINK_END
 
+MAX_POSITIONS = 1024
+
 _CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|' + message['role'] + '|>' + message['content'] }}"
@@ -36,7 +38,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
         pad_token="<|pad|>",
         additional_special_tokens=special[2:5],
         clean_up_tokenization_spaces=False,
-        model_max_length=512,
+        model_max_length=MAX_POSITIONS,
     )
     fast.chat_template = _CHAT_TEMPLATE
     return fast
@@ -51,7 +53,7 @@ def tiny_model(vocab_size: int, eos: int, pad: int, seed: int = 0) -> LlamaForCa
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=4,
-        max_position_embeddings=512,
+        max_position_embeddings=MAX_POSITIONS,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         tie_word_embeddings=False,
         bos_token_id=None,

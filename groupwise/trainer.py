@@ -69,6 +69,11 @@ class GRPOTrainer:
             raise ValueError("reward_model is needed: a RewardComposer, a callable or an object with .score()")
         self.config = config
         self.policy = model if isinstance(model, Policy) else Policy.load(model, tokenizer=tokenizer)
+        if config.max_tokens >= self.policy.max_positions:
+            raise ValueError(
+                f"max_tokens {config.max_tokens} leaves no room for a prompt in the {self.policy.max_positions} "
+                "positions of the model; lower max_tokens"
+            )
         self.reward: Scorer = as_reward(reward_model)
         self.engine: Engine = engine or LocalEngine(self.policy)
         self.optimizer = Optimizer(self.policy.parameters, config, total_steps)
@@ -86,10 +91,12 @@ class GRPOTrainer:
         """The groups of the current step, advantages included, and the metrics of sampling and scoring.
 
         Raises:
+            ValueError: every prompt is too long.
             RewardOutageError: more than `config.max_failed_rewards` of the rewards failed.
         """
         cfg = self.config
         room = self.policy.max_positions - cfg.max_tokens
+        longest = room if cfg.max_prompt_tokens is None else min(room, cfg.max_prompt_tokens)
         found = collect(
             [Prompt.of(p) for p in prompts],
             chat=self.policy.chat,
@@ -98,8 +105,13 @@ class GRPOTrainer:
             sampling=cfg.sampling,
             group_size=cfg.group_size,
             seed=(cfg.seed, self.step),
-            max_prompt_tokens=room if cfg.max_prompt_tokens is None else min(room, cfg.max_prompt_tokens),
+            max_prompt_tokens=longest,
         )
+        if not found.groups:
+            raise ValueError(
+                f"all {len(found.too_long)} prompts of step {self.step} are longer than {longest} tokens; raise "
+                "max_prompt_tokens, or lower max_tokens to leave them room"
+            )
         self._stop_on_outage(found.groups)
         for group in found.groups:
             advantages_G = group_advantages(
@@ -223,12 +235,15 @@ class GRPOTrainer:
     def _frozen_reference(self, ref_model: ModelSource | None) -> Policy | None:
         if self.config.kl_coef == 0:
             return None
-        if ref_model is not None:
-            reference = ref_model if isinstance(ref_model, Policy) else Policy.load(ref_model)
-        elif self.policy.has_adapter:
+        if ref_model is None and self.policy.has_adapter:
             return None  # the model with its adapter switched off
-        else:
-            reference = copy.copy(self.policy)
+        reference = self.policy
+        if isinstance(ref_model, Policy):
+            reference = ref_model
+        elif ref_model is not None:
+            reference = Policy.load(ref_model, tokenizer=self.policy.tokenizer)
+        if reference.base is self.policy.base:  # a copy, which does not move with the policy
+            reference = copy.copy(reference)
             reference.base = reference.model = copy.deepcopy(self.policy.base)
         reference.model.requires_grad_(False)
         return reference

@@ -76,6 +76,7 @@ def policy_loss(
         kl_T = kl.estimate(torch.where(live_T, logp_T, zero), torch.where(live_T, ref_logp_T, zero), cfg.kl)
         sums["loss/kl"] = cfg.kl_coef * (weight_T * kl_T).sum()
         means["policy/kl_ref"] = kl_T
+        means["policy/kl_capped"] = ref_logp_T - logp_T > kl.EXPONENT_CAP
         loss = loss + sums["loss/kl"]
     if entropy_T is not None:
         means["policy/entropy"] = entropy_T

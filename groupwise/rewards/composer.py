@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from numbers import Real
@@ -15,6 +14,7 @@ from groupwise.rewards.correctness import CorrectnessReward, Judge, Verifier
 from groupwise.rewards.format import format_reward
 from groupwise.rewards.reasoning import reasoning_reward
 from groupwise.rewards.safety import SafetyReward
+from groupwise.schema import nearest
 from groupwise.types import Message, Prompt, Reward
 
 RewardPart = Callable[[Prompt, str], float | None]
@@ -223,7 +223,7 @@ def load_part(path: str) -> Any:
         raise ValueError(f"reward function {path!r}: cannot import {module_name!r}: {error}") from error
     for attribute in name.split("."):
         if not hasattr(found, attribute):
-            hint = _nearest(attribute, [n for n in dir(found) if not n.startswith("_")])
+            hint = nearest(attribute, [n for n in dir(found) if not n.startswith("_")])
             raise ValueError(f"reward function {path!r}: {module_name!r} has no {name!r}{hint}")
         found = getattr(found, attribute)
     return found
@@ -273,15 +273,10 @@ def _kind(value: Any) -> str:
 
 def _check_weight(name: str, weight: float, known: Mapping[str, RewardPart]) -> None:
     if name not in known:
-        raise ValueError(f"rewards.{name} is not a known part{_nearest(name, known)}; known are {', '.join(known)}")
+        raise ValueError(f"rewards.{name} is not a known part{nearest(name, known)}; known are {', '.join(known)}")
     if not isinstance(weight, Real) or isinstance(weight, bool) or not 0 <= weight < math.inf:
         condition = "a finite number >= 0" if weight != weight or weight == math.inf else ">= 0"
         raise ValueError(
             f"rewards.{name}.weight must be {condition}, got {weight}; "
             "set it to 0 to log the part without training on it"
         )
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""

@@ -25,6 +25,10 @@ class StageContext:
     progress: Progress
 
     @property
+    def label(self) -> str:
+        return f"{self.stage.name} ({self.stage.kind})"
+
+    @property
     def seed(self) -> int:
         """The stage's own seed: two stages of a recipe never draw the same numbers."""
         return stable_hash(self.recipe.seed, self.stage.name) % 2**31

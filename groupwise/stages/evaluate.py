@@ -28,7 +28,7 @@ def run(ctx: StageContext) -> dict[str, Any]:
         {"correctness": 1.0, "format": 0.0}, verify=task.verify, answer_style=ctx.recipe.answer_style
     )
     chunks = -(-len(prompts) // PROMPTS_AT_ONCE)
-    ctx.progress.start(f"{cfg.name} ({cfg.kind})", len(cfg.models) * chunks)
+    ctx.progress.start(ctx.label, len(cfg.models) * chunks)
     results: dict[str, Any] = {}
     for place, name in enumerate(cfg.models):
         results[name] = ctx.dir.read_json(f"models/{name}.json")

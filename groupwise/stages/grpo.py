@@ -36,7 +36,7 @@ def run(ctx: StageContext) -> dict[str, Any]:
     def take_step(step: int) -> dict[str, float]:
         start = time.perf_counter()
         groups = ctx.dir.load_rollouts(step)
-        if groups is not None and groups[0].rollouts[0].completion.policy_version == policy.version:
+        if groups and groups[0].rollouts[0].completion.policy_version == policy.version:
             metrics = group_metrics(groups) | {"data/prompts_too_long": float(cfg.prompts_per_step - len(groups))}
         else:
             groups, metrics = trainer.collect(task.sample(cfg.prompts_per_step, seed=(seed, step)))

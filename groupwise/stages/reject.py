@@ -36,7 +36,7 @@ def run(ctx: StageContext) -> dict[str, Any]:
     (ctx.dir.path / "chunks").mkdir(exist_ok=True)
     done = next((i for i, f in enumerate(files) if not f.exists()), chunks)
     kept = sum(len(read_jsonl(f)) for f in files[:done])
-    ctx.progress.start(f"{cfg.name} ({cfg.kind})", chunks, done)
+    ctx.progress.start(ctx.label, chunks, done)
     for index in range(done, chunks):
         count = min(PROMPTS_AT_ONCE, cfg.prompts - index * PROMPTS_AT_ONCE)
         found = collect(

@@ -32,7 +32,7 @@ def train(
     """
     assert isinstance(ctx.stage, TrainingStage)
     done, last = _take_up(ctx, state)
-    ctx.progress.start(f"{ctx.stage.name} ({ctx.stage.kind})", total, done)  # type: ignore[attr-defined]
+    ctx.progress.start(ctx.label, total, done)
     saved_at, save_seconds = time.monotonic(), 0.0
     for step in range(done, total):
         last = take_step(step)
