@@ -102,6 +102,8 @@ class Policy:
                 model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], **extra)
             except (OSError, ValueError) as error:
                 raise ValueError(f"model {name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+            if extra:
+                _forget_quantisation(model)
             found = tokenizer or _load_tokenizer(folder, **extra)
         return cls(model.to(device, DTYPES[dtype]), found, lora=lora, system_prompt=system_prompt)
 
@@ -289,6 +291,14 @@ def _locate(name: str) -> tuple[str, dict[str, Any]]:
     if path.suffix == ".gguf":
         return str(path.parent), {"gguf_file": path.name}
     return (str(path), {}) if path.exists() else (name, {})
+
+
+def _forget_quantisation(model: PreTrainedModel) -> None:
+    """A GGUF file's weights are plain floats once loaded; transformers would refuse to save what it calls quantised."""
+    model.hf_quantizer = None
+    model.is_quantized = False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
 
 
 def _load_tokenizer(source: str, **extra: Any) -> PreTrainedTokenizerBase:

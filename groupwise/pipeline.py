@@ -33,6 +33,10 @@ MODULES = {kind: f"groupwise.stages.{kind}" for kind in STAGE_KINDS}
 """Where each kind of stage is implemented; imported when it runs, since it brings torch."""
 
 
+class StageError(RuntimeError):
+    """A stage could not finish; what it has done is kept."""
+
+
 class RunConflictError(ValueError):
     """The run directory holds something else than what is about to run."""
 
@@ -104,6 +108,7 @@ def run(recipe: Recipe, root: Path, progress: Progress) -> dict[str, Any]:
 
     Raises:
         RunConflictError: `root` holds another recipe's run, or a stage made from something that has changed since.
+        StageError: a stage could not finish.
     """
     import torch
 
@@ -139,7 +144,10 @@ def _run_stage(
     folder.open(lineage)
     start = time.time()
     module = importlib.import_module(MODULES[stage.kind])
-    result = module.run(StageContext(recipe, stage, folder, dict(earlier), progress))
+    try:
+        result = module.run(StageContext(recipe, stage, folder, dict(earlier), progress))
+    except ValueError as error:
+        raise StageError(f"stage {stage.name!r}: {error}") from error
     outputs = {name: hash_files(p) for name in ("model", "data.jsonl") if (p := folder.path / name).exists()}
     folder.finish({"seconds": time.time() - start, "outputs": outputs, "result": result})
 

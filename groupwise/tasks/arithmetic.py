@@ -25,7 +25,9 @@ class ArithmeticConfig(Strict):
 
     kind: Literal["arithmetic"]
     digits: Annotated[int, Field(ge=1, le=12)] = 2
-    """Most digits of an operand; operands are uniform over all numbers of at most that many digits."""
+    """Most digits of an operand."""
+    min_digits: Annotated[int, Field(ge=1, le=12)] = 1
+    """Fewest digits of an operand; operands are uniform over all whole numbers of that many to `digits` digits."""
     operators: Annotated[tuple[Operator, ...], Field(min_length=1)] = ("+",)
     """One is drawn per problem."""
     terms: Annotated[int, Field(ge=2, le=8)] = 2
@@ -34,7 +36,9 @@ class ArithmeticConfig(Strict):
     """`37+48`, `What is 37 + 48?` or `37 加 48 等于多少？`"""
 
     @model_validator(mode="after")
-    def _products_stay_small(self) -> ArithmeticConfig:
+    def _is_possible(self) -> ArithmeticConfig:
+        if self.min_digits > self.digits:
+            raise ValueError(f"min_digits must be at most digits {self.digits}, got {self.min_digits}")
         if "*" in self.operators and self.terms > 2:
             raise ValueError(f"terms must be 2 with operator '*', got {self.terms}")
         return self
@@ -60,7 +64,8 @@ class Arithmetic:
     def _draw(self, rng: random.Random) -> Prompt:
         cfg = self.config
         operator = rng.choice(cfg.operators)
-        operands = [rng.randrange(10**cfg.digits) for _ in range(cfg.terms)]
+        least = 0 if cfg.min_digits == 1 else 10 ** (cfg.min_digits - 1)
+        operands = [rng.randrange(least, 10**cfg.digits) for _ in range(cfg.terms)]
         return Prompt(
             id="arithmetic:" + operator.join(map(str, operands)),
             messages=user(_question(operands, operator, cfg.language)),
