@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from groupwise.algorithms.presets import Algorithm, NonNegative
 from groupwise.rewards import BUILTIN_PARTS, RewardComposer, Verifier, load_part
 from groupwise.schema import Strict, explain, nearest
-from groupwise.tasks import TaskConfig, normalise
+from groupwise.tasks import TaskConfig
 from groupwise.types import Sampling
 
 Positive = Annotated[int, Field(ge=1)]
@@ -205,11 +205,6 @@ class GRPOStage(TrainingStage, GRPOConfig):
     """Steps between greedy evaluations on held-out prompts; 0 turns them off."""
     eval_prompts: Positive = 128
 
-    @field_validator("task", mode="before")
-    @classmethod
-    def _normalise_task(cls, value: Any) -> Any:
-        return value if value is None else normalise(value)
-
 
 class RejectStage(Stage, SamplingConfig):
     """Rejection sampling: draw samples, keep the good ones as a data set for `sft`."""
@@ -228,11 +223,6 @@ class RejectStage(Stage, SamplingConfig):
     task: TaskConfig | None = None
     rewards: Rewards | None = None
 
-    @field_validator("task", mode="before")
-    @classmethod
-    def _normalise_task(cls, value: Any) -> Any:
-        return value if value is None else normalise(value)
-
 
 class EvaluateStage(Stage, SamplingConfig):
     """Greedy and sampled accuracy on held-out prompts."""
@@ -243,11 +233,6 @@ class EvaluateStage(Stage, SamplingConfig):
     samples: Positive = 8
     """Samples per prompt beside the greedy one."""
     task: TaskConfig | None = None
-
-    @field_validator("task", mode="before")
-    @classmethod
-    def _normalise_task(cls, value: Any) -> Any:
-        return value if value is None else normalise(value)
 
 
 AnyStage = Annotated[SFTStage | GRPOStage | RejectStage | EvaluateStage, Field(discriminator="kind")]
@@ -282,11 +267,6 @@ class Recipe(Strict):
     blocklist: tuple[str, ...] = ()
     """Words that the safety reward refuses, beside its own rules."""
     stages: Annotated[tuple[AnyStage, ...], Field(min_length=1)]
-
-    @field_validator("task", mode="before")
-    @classmethod
-    def _normalise_task(cls, value: Any) -> Any:
-        return normalise(value)
 
     @field_validator("judge")
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from groupwise.schema import nearest
 from groupwise.tasks.arithmetic import Arithmetic, ArithmeticConfig
@@ -17,11 +17,6 @@ from groupwise.tasks.hub import Hub, HubConfig
 from groupwise.tasks.reasoning_gym import ReasoningGym, ReasoningGymConfig
 
 __all__ = ["TASKS", "Task", "TaskConfig", "Verifier", "make_task", "normalise"]
-
-TaskConfig = Annotated[
-    ArithmeticConfig | CountdownConfig | FilesConfig | GSM8KConfig | HubConfig | ReasoningGymConfig,
-    Field(discriminator="kind"),
-]
 
 TASKS: dict[str, Callable[[Any], Task]] = {
     "arithmetic": Arithmetic,
@@ -57,3 +52,13 @@ def normalise(spec: Any) -> Any:
     if kind not in TASKS:
         raise ValueError(f"unknown kind {kind!r}{nearest(kind, TASKS)}; known kinds: {', '.join(TASKS)}")
     return {**spec, "kind": kind, "name": name} if colon and kind == "reasoning_gym" else spec
+
+
+TaskConfig = Annotated[
+    Annotated[
+        ArithmeticConfig | CountdownConfig | FilesConfig | GSM8KConfig | HubConfig | ReasoningGymConfig,
+        Field(discriminator="kind"),
+    ],
+    BeforeValidator(normalise),
+]
+"""What a recipe's `task` may be."""
