@@ -11,7 +11,7 @@ demo: $(VENV)/ready  ## the four stages on the built-in model, with progress and
 test: $(VENV)/ready  ## the fast tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n auto --dist loadfile -m "not slow"
 
-test-slow: $(VENV)/ready  ## the slow ones: whole recipes on several seeds, a real pretrained model, kills
+test-slow: $(VENV)/ready smollm2  ## the slow ones: whole recipes on several seeds, a real pretrained model, kills
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n auto --dist worksteal -m slow
 
 check: $(VENV)/ready  ## lint, format, types

@@ -176,7 +176,7 @@ class GRPOTrainer:
                 prompt_ids=group.prompt_ids,
                 token_ids=r.completion.token_ids,
                 advantage=r.advantage,
-                weight=0.0 if self._is_masked(r) else 1.0,
+                trained=(False,) * len(r.completion.token_ids) if self._is_masked(r) else None,
                 sampler_logps=r.completion.logps,
             )
             for r in group.rollouts
@@ -189,7 +189,7 @@ class GRPOTrainer:
     def _weigh(self, chunk: list[list[Segment]]) -> None:
         """Set each segment's weight per token over the whole optimiser step."""
         segments = [s for group in chunk for s in group]
-        lengths = [s.trained_length if s.weight else 0 for s in segments]
+        lengths = [s.trained_length for s in segments]
         weights = token_weights(lengths, self.config.weighting, self.config.max_tokens)
         for segment, weight in zip(segments, weights, strict=True):
             segment.weight = weight
