@@ -62,10 +62,12 @@ def _advice(cfg: GRPOStage, step: int, metrics: dict[str, float]) -> list[str]:
     """What a person would want to be told while the run can still be stopped."""
     advice = []
     if step >= 2 and metrics.get("group/no_signal", 0.0) >= 0.9:
-        if metrics["rollout/truncated"] > 0.5:
+        if metrics.get("reward/correctness", 0.0) > 0.9:
+            advice.append("nearly every sample is right: there is little left to learn from these prompts")
+        elif metrics["rollout/truncated"] > 0.5:
             advice.append(
-                f"{metrics['rollout/truncated']:.0%} of the completions are cut off at max_tokens {cfg.max_tokens} and "
-                "almost no group carries a signal; raise max_tokens"
+                f"most completions are cut off at max_tokens {cfg.max_tokens} and almost no group carries a signal; "
+                "raise max_tokens"
             )
         else:
             advice.append(
