@@ -56,10 +56,10 @@ def _parser() -> argparse.ArgumentParser:
     evaluate = commands.add_parser("eval", help="accuracy of one model on held-out prompts")
     evaluate.add_argument("model", help="folder, .gguf file, hub id or builtin:tiny")
     evaluate.add_argument("--recipe", type=Path, help="take the task from this recipe (default: the model's own run)")
-    evaluate.add_argument("--prompts", type=int, default=500)
-    evaluate.add_argument("--samples", type=int, default=8, help="sampled completions per prompt")
+    evaluate.add_argument("--prompts", type=_count, default=500)
+    evaluate.add_argument("--samples", type=_count, default=8, help="sampled completions per prompt")
     evaluate.add_argument("--temperature", type=float, default=1.0)
-    evaluate.add_argument("--max-tokens", type=int, default=256)
+    evaluate.add_argument("--max-tokens", type=_count, default=256)
     evaluate.add_argument("--seed", type=int, default=0)
     evaluate.add_argument("--json", type=Path, help="also write the result here")
     evaluate.set_defaults(command=_eval)
@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("prompt", nargs="?", help="answer this and leave (default: a conversation)")
     chat.add_argument("--system-prompt", default="none", help="none, r1, r1-zh, or your own text")
     chat.add_argument("--temperature", type=float, default=0.0)
-    chat.add_argument("--max-tokens", type=int, default=256)
+    chat.add_argument("--max-tokens", type=_count, default=256)
     chat.set_defaults(command=_chat)
 
     score = commands.add_parser("score", help="score JSONL rows {prompt, response, answer} with the rewards")
@@ -88,6 +88,13 @@ def _parser() -> argparse.ArgumentParser:
 def _add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="such as stages.reason-rl.steps=50")
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be >= 1, got {value}")
+    return value
 
 
 def _run(options: argparse.Namespace) -> None:

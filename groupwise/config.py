@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from groupwise.algorithms.presets import Algorithm, NonNegative
 from groupwise.rewards import BUILTIN_PARTS, RewardComposer, Verifier, load_part
-from groupwise.schema import Strict, explain, nearest
+from groupwise.schema import Many, Strict, explain, nearest
 from groupwise.tasks import TaskConfig
 from groupwise.types import Sampling
 
@@ -45,7 +45,7 @@ class OptimConfig(Strict):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps over which the rate rises linearly; the first step already uses lr / warmup_steps."""
     weight_decay: NonNegative = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.999)
     max_grad_norm: NonNegative = 1.0
     """Gradients are scaled down to this norm; 0 turns clipping off."""
 
@@ -104,7 +104,7 @@ class LoRA(Strict):
 
     rank: Positive = 16
     alpha: Positive = 32
-    target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    target_modules: Many[str] | Literal["all-linear"] = "all-linear"
 
 
 class PartConfig(Strict):
@@ -228,7 +228,7 @@ class EvaluateStage(Stage, SamplingConfig):
     """Greedy and sampled accuracy on held-out prompts."""
 
     kind: Literal["evaluate"]
-    models: Annotated[tuple[str, ...], Field(min_length=1)]
+    models: Annotated[Many[str], Field(min_length=1)]
     prompts: Positive = 500
     samples: Positive = 8
     """Samples per prompt beside the greedy one."""
@@ -264,9 +264,9 @@ class Recipe(Strict):
     """`module:object` with `.score(prompt, response)` from 0 to 1, for answers without ground truth."""
     answer_style: Literal["auto", "boxed", "answer-tag", "hash", "answer-line", "choice", "last-line", "code"] = "auto"
     """Where the final answer stands in a response."""
-    blocklist: tuple[str, ...] = ()
+    blocklist: Many[str] = ()
     """Words that the safety reward refuses, beside its own rules."""
-    stages: Annotated[tuple[AnyStage, ...], Field(min_length=1)]
+    stages: Annotated[Many[AnyStage], Field(min_length=1)]
 
     @field_validator("judge")
     @classmethod

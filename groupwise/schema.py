@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 
 class Strict(BaseModel):
     """A frozen record without unknown keys; the string under a field is its documentation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+T = TypeVar("T")
+Many = Annotated[tuple[T, ...], Field(strict=False)]
+"""A tuple that may be written as a list: YAML and JSON have no other."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

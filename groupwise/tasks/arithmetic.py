@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from groupwise.chat import render_response
-from groupwise.schema import Strict
+from groupwise.schema import Many, Strict
 from groupwise.tasks.base import Seed, Split, assistant, draw_split, user
 from groupwise.types import Example, Prompt
 
@@ -28,7 +28,7 @@ class ArithmeticConfig(Strict):
     """Most digits of an operand."""
     min_digits: Annotated[int, Field(ge=1, le=12)] = 1
     """Fewest digits of an operand; operands are uniform over all whole numbers of that many to `digits` digits."""
-    operators: Annotated[tuple[Operator, ...], Field(min_length=1)] = ("+",)
+    operators: Annotated[Many[Operator], Field(min_length=1)] = ("+",)
     """One is drawn per problem."""
     terms: Annotated[int, Field(ge=2, le=8)] = 2
     """Operands per problem."""
