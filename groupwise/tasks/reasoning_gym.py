@@ -23,14 +23,19 @@ class ReasoningGymConfig(Strict):
 
 
 class ReasoningGym:
-    """`verify` is the library's own scorer, from 0 to 1 (some tasks give part marks)."""
+    """`verify` asks the library's own scorer, and counts full marks only.
+
+    Most of its scorers give part marks to a wrong answer that contains the right one (121 for 12), which a policy would
+    learn to collect.
+    """
 
     def __init__(self, config: ReasoningGymConfig) -> None:
         self.config = config
         _ = self._scorer  # unknown names and options are found before a run
 
     def verify(self, prompt: Prompt, answer: str) -> float:
-        return float(self._scorer.score_answer(answer=answer, entry=json.loads(prompt.data["entry"])))
+        """1 for full marks, else 0."""
+        return float(self._scorer.score_answer(answer=answer, entry=json.loads(prompt.data["entry"])) >= 1.0)
 
     def sample(self, n: int, seed: Seed, split: Split = "train") -> list[Prompt]:
         number = stable_hash(seed, split) % 2**31
