@@ -121,8 +121,8 @@ def run(recipe: Recipe, root: Path, progress: Progress) -> dict[str, Any]:
     for index, stage in enumerate(recipe.stages):
         folder = directory.stage(index, stage.name)
         lineage = _lineage(recipe, stage, earlier)
+        _refuse_stale(folder, stage, lineage)
         if folder.is_done:
-            _refuse_stale(folder, stage, lineage)
             progress.note(f"{stage.name} ({stage.kind}): already done")
         else:
             _run_stage(recipe, stage, folder, earlier, lineage, progress)
@@ -189,13 +189,11 @@ def _lineage(recipe: Recipe, stage: AnyStage, earlier: Mapping[str, StageDir]) -
         else:
             name = "model" if kind == "model" else "data.jsonl"
             parents[parent] = earlier[parent].read_json("DONE")["outputs"][name]
-    data = getattr(stage, "data", None)
-    if isinstance(data, FileData):
-        parents[data.path] = hash_files(Path(data.path))
     config = stage.model_dump_json()
     return {
         "stage": stage.name,
         "parents": parents,
+        "data": {str(path): hash_files(path) for path in _data_files(recipe, stage)},
         "config": blake2b(config.encode(), digest_size=16).hexdigest(),
         "recipe": blake2b(dump_recipe(recipe).encode(), digest_size=16).hexdigest(),
         "seed": recipe.seed,
@@ -203,6 +201,13 @@ def _lineage(recipe: Recipe, stage: AnyStage, earlier: Mapping[str, StageDir]) -
         "libraries": {name: version(name) for name in ("torch", "transformers")},
         "python": platform.python_version(),
     }
+
+
+def _data_files(recipe: Recipe, stage: AnyStage) -> list[Path]:
+    """The local files and folders that a stage reads its prompts or conversations from."""
+    sources = [recipe.task_of(stage), getattr(stage, "data", None)]
+    named = [getattr(source, key, None) for source in sources for key in ("path", "test_path")]
+    return [Path(name) for name in named if name is not None]
 
 
 def code_version() -> dict[str, str | None]:
@@ -226,10 +231,12 @@ def code_version() -> dict[str, str | None]:
 
 def _refuse_stale(folder: StageDir, stage: AnyStage, lineage: Mapping[str, Any]) -> None:
     saved = folder.read_json("lineage.json")
-    if saved["parents"] != lineage["parents"]:
-        changed = [k for k in lineage["parents"] if saved["parents"].get(k) != lineage["parents"][k]]
+    if saved is None:
+        return
+    changed = [k for part in ("parents", "data") for k in lineage[part] if saved[part].get(k) != lineage[part][k]]
+    if changed:
         raise RunConflictError(
-            f"stage {stage.name!r} is done, but was made from another {', '.join(changed)} than is there now; "
+            f"what stage {stage.name!r} has done was made from another {', '.join(changed)} than is there now; "
             f"delete {folder.path} to make it again"
         )
 

@@ -154,6 +154,22 @@ def test_killed_in_every_stage_it_finishes_with_the_same_weights(finished, tmp_p
     assert (run / "03-select" / "data.jsonl").read_bytes() == (unbroken / "03-select" / "data.jsonl").read_bytes()
 
 
+def test_data_that_changed_since_is_refused(tmp_path):
+    rows = [json.dumps({"prompt": f"{i}+1", "answer": str(i + 1)}) for i in range(40)]
+    (tmp_path / "data.jsonl").write_text("\n".join(rows) + "\n")
+    (tmp_path / "recipe.yaml").write_text(
+        "name: small\nmodel: builtin:tiny\ntask: {kind: files, path: data.jsonl}\n"
+        "stages: [{name: rl, kind: grpo, steps: 1, prompts_per_step: 2, group_size: 2, max_tokens: 8}]\n"
+    )
+    finish(start(tmp_path))
+    (tmp_path / "data.jsonl").write_text("\n".join(rows[1:]) + "\n")
+    process = start(tmp_path)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "made from another data.jsonl" in error
+    assert "01-rl" in error
+
+
 def test_interrupt_exits_130_and_says_how_to_go_on(tmp_path):
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     process = start(tmp_path)
