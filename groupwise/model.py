@@ -225,7 +225,7 @@ class Policy:
             except (UnroutableAttentionError, TypeError, AttributeError, ValueError, RuntimeError) as error:
                 reason = str(error).splitlines()[0]
             else:
-                tolerance = 1e-3 if actual.dtype == torch.float32 and self.device.type == "cpu" else 0.1
+                tolerance = 1e-3 if self.base.dtype == torch.float32 and self.device.type == "cpu" else 0.1
                 if torch.allclose(actual, expected, rtol=tolerance, atol=tolerance):
                     return None
                 reason = "a probe gave other log-probs than the model's own attention"

@@ -91,14 +91,17 @@ class GRPOTrainer:
         """The groups of the current step, advantages included, and the metrics of sampling and scoring.
 
         Raises:
-            ValueError: every prompt is too long.
+            ValueError: there is no prompt, or every prompt is too long.
             RewardOutageError: more than `config.max_failed_rewards` of the rewards failed.
         """
         cfg = self.config
+        asked = [Prompt.of(p) for p in prompts]
+        if not asked:
+            raise ValueError("a step needs at least one prompt, got none")
         room = self.policy.max_positions - cfg.max_tokens
         longest = room if cfg.max_prompt_tokens is None else min(room, cfg.max_prompt_tokens)
         found = collect(
-            [Prompt.of(p) for p in prompts],
+            asked,
             chat=self.policy.chat,
             engine=self.engine,
             reward=self.reward,
