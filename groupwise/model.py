@@ -5,6 +5,7 @@ F flat tokens, T trained tokens, N sequences, V vocabulary.
 
 from __future__ import annotations
 
+import struct
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -100,7 +101,7 @@ class Policy:
             folder, extra = _locate(name)
             try:
                 model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], **extra)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, KeyError, struct.error) as error:
                 raise ValueError(f"model {name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
             if extra:
                 _forget_quantisation(model)

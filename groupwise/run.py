@@ -102,9 +102,18 @@ class StageDir:
     # -- small files -----------------------------------------------------------------------------------------------
 
     def read_json(self, name: str) -> Any:
-        """The parsed file, or None if it is not there."""
+        """The parsed file, or None if it is not there.
+
+        Raises:
+            ValueError: it is damaged.
+        """
         file = self.path / name
-        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+        if not file.exists():
+            return None
+        try:
+            return json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{file} is damaged ({error}); delete {self.path} to make the stage again") from error
 
     def write_json(self, name: str, value: Any) -> None:
         (self.path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -171,14 +180,23 @@ class StageDir:
         temporary.replace(final)
 
     def load_rollouts(self, step: int) -> list[Group] | None:
-        """The groups of a step as they were saved, or None."""
+        """The groups of a step as they were saved, or None.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
+        import pyarrow as pa
         import pyarrow.parquet as pq
 
         file = self.path / "rollouts" / f"step-{step:06d}.parquet"
         if not file.exists():
             return None
+        try:
+            rows = pq.read_table(file).to_pylist()
+        except (pa.ArrowInvalid, OSError) as error:
+            raise ValueError(f"{file} is damaged ({error}); delete it, and the step is drawn again") from error
         groups: list[Group] = []
-        for row in pq.read_table(file).to_pylist():
+        for row in rows:
             if row["sample"] == 0:
                 prompt = Prompt(
                     row["prompt_id"], tuple(json.loads(row["messages"])), row["answer"], json.loads(row["data"])

@@ -104,3 +104,14 @@ def test_a_hash_sees_names_and_contents(tmp_path):
 
 def test_a_missing_jsonl_file_has_no_rows(tmp_path):
     assert read_jsonl(tmp_path / "gone.jsonl") == []
+
+
+def test_damaged_files_are_named_with_the_remedy(stage):
+    (stage.path / "DONE").write_text("{torn")
+    with pytest.raises(ValueError, match=r"DONE is damaged.*delete"):
+        stage.read_json("DONE")
+    stage.save_rollouts(0, [])
+    file = stage.path / "rollouts" / "step-000000.parquet"
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"step-000000.parquet is damaged.*drawn again"):
+        stage.load_rollouts(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import torch
@@ -57,8 +58,11 @@ def _take_up(ctx: StageContext, state: Resumable) -> tuple[int, dict[str, float]
         ctx.dir.forget_metrics_from(0)
         return 0, {}
     step, folder = found
-    state.load_state_dict(torch.load(folder / "state.pt", weights_only=True))
-    metrics: dict[str, float] = json.loads((folder / "metrics.json").read_text())
+    try:
+        state.load_state_dict(torch.load(folder / "state.pt", weights_only=True))
+        metrics: dict[str, float] = json.loads((folder / "metrics.json").read_text())
+    except (OSError, EOFError, RuntimeError, ValueError, UnpicklingError) as error:
+        raise ValueError(f"checkpoint {folder} cannot be read ({error}); delete it to go on without it") from error
     ctx.dir.forget_metrics_from(step)
     if not any(m["step"] == step - 1 for m in ctx.dir.metrics()):
         ctx.dir.log(step - 1, metrics)
