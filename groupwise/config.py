@@ -253,8 +253,8 @@ class Recipe(Strict):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights. On a GPU float32 weights compute in bfloat16."""
     threads: Positive | None = None
-    """CPU threads of torch; by default one per core. Models of a few million parameters are as fast with one, and do
-    not suffer when other work takes the other cores."""
+    """CPU threads of torch; by default one per core. With a model of a few million parameters, several threads lose
+    more than they gain as soon as other work takes a core."""
     system_prompt: str = "none"
     """`none`, `r1` or `r1-zh` (ask for `<think>` and `<answer>`), or your own text."""
     task: TaskConfig

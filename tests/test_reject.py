@@ -49,3 +49,9 @@ def test_nothing_right_keeps_nothing():
 def test_without_a_format_part_correctness_is_enough():
     rollout = Rollout(Completion((1,), (0.0,), "stop"), "x", Reward(1.0, {"correctness": 1.0}))
     assert keep(Group(Prompt.of("?"), (1,), [rollout]), "correct", None, True) == [0]
+
+
+def test_what_was_cut_off_is_not_imitated():
+    cut = Rollout(Completion((1,), (0.0,), "length"), "x", Reward(2.0, {"correctness": 1.0}))
+    whole = Rollout(Completion((1,), (0.0,), "stop"), "y", Reward(1.0, {"correctness": 1.0}))
+    assert keep(Group(Prompt.of("?"), (1,), [cut, whole]), "best", None, True) == [1]
