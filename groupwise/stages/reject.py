@@ -70,8 +70,8 @@ def keep(group: Group, rule: str, per_prompt: int | None, deduplicate: bool) -> 
     """The sample numbers of a group that are kept, in order.
 
     `correct` keeps samples whose correctness is 1 and whose format, where it is scored, is 1; `best` keeps those with
-    the highest total (at most `per_prompt`, by default 1). With `per_prompt`, higher totals go first, then earlier samples.
-    What could not be scored is never kept, nor what was cut off: imitating it would teach to stop in mid-sentence.
+    the highest total (at most `per_prompt`, by default 1). With `per_prompt`, higher totals go first, then earlier
+    samples. What could not be scored is never kept, nor what was cut off: imitating it would teach to stop in mid-sentence.
     """
     whole = [r.reward.total is not None and r.completion.finish_reason == "stop" for r in group.rollouts]
     numbers = [i for i, kept in enumerate(whole) if kept]
