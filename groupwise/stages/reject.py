@@ -71,7 +71,7 @@ def keep(group: Group, rule: str, per_prompt: int | None, deduplicate: bool) -> 
 
     `correct` keeps samples whose correctness is 1 and whose format, where it is scored, is 1; `best` keeps those with
     the highest total (at most `per_prompt`, by default 1). With `per_prompt`, higher totals go first, then earlier
-    samples. Never kept is what could not be scored, and what was cut off: imitating it would teach to stop in the middle.
+    samples. What could not be scored is never kept, nor what was cut off: that would teach to stop in the middle.
     """
     whole = [r.reward.total is not None and r.completion.finish_reason == "stop" for r in group.rollouts]
     numbers = [i for i, kept in enumerate(whole) if kept]
