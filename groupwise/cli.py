@@ -26,7 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.command(options)
     except KeyboardInterrupt:
-        again = f"; go on with: groupwise {shlex.join(given)}" if options.command is _run else ""
+        program = sys.argv[0] if Path(sys.argv[0]).name == "groupwise" else "groupwise"
+        again = f"; go on with: {shlex.join([program, *given])}" if options.command is _run else ""
         print(f"\ninterrupted{again}", file=sys.stderr)
         return INTERRUPTED
     except ValueError as error:  # the user's input
@@ -141,6 +142,8 @@ def _eval(options: argparse.Namespace) -> None:
     sampling = Sampling(temperature=options.temperature, max_tokens=options.max_tokens)
     task = make_task(recipe.task)
     prompts = task.sample(options.prompts, seed=options.seed, split="test")
+    if not prompts:
+        raise ValueError("the task has no test prompts: give test_path, or a larger test_fraction")
     _quiet_libraries()
     from groupwise.model import Policy
     from groupwise.stages.evaluate import PROMPTS_AT_ONCE, evaluate
@@ -203,6 +206,7 @@ def _score(options: argparse.Namespace) -> None:
     import json
 
     from groupwise.rewards import RewardComposer
+    from groupwise.tasks.table import answer_text
 
     weights: dict[str, float] = {}
     for item in options.rewards.split(","):
@@ -215,7 +219,7 @@ def _score(options: argparse.Namespace) -> None:
     rows = list(_score_rows(options.file))
     lines = []
     for row in rows:
-        found = reward.score(row["prompt"], row["response"], row.get("answer"))
+        found = reward.score(row["prompt"], row["response"], answer_text(row.get("answer")))
         scored = {"reward": found.total, "parts": dict(found.parts), "errors": dict(found.errors)}
         lines.append(json.dumps({**row, **scored}, ensure_ascii=False))
     text = "".join(line + "\n" for line in lines)
@@ -245,6 +249,8 @@ def _score_rows(file: Path) -> list[dict[str, Any]]:
         for key in ("prompt", "response"):
             if not isinstance(row, dict) or key not in row:
                 raise ValueError(f"{file} line {number}: needs an object with 'prompt', 'response' and 'answer'")
+        if not isinstance(row["response"], str) or not isinstance(row["prompt"], str | list):
+            raise ValueError(f"{file} line {number}: 'response' must be text, 'prompt' text or a list of messages")
         rows.append(row)
     return rows
 

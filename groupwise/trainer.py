@@ -95,6 +95,8 @@ class GRPOTrainer:
             RewardOutageError: more than `config.max_failed_rewards` of the rewards failed.
         """
         cfg = self.config
+        if isinstance(prompts, str):
+            raise ValueError(f"prompts is a list, got the text {prompts!r}; wrap it in []")
         asked = [Prompt.of(p) for p in prompts]
         if not asked:
             raise ValueError("a step needs at least one prompt, got none")

@@ -136,3 +136,9 @@ def test_the_schema_documents_every_field():
     properties = Recipe.model_json_schema()["$defs"]["GRPOStage"]["properties"]
     assert "Samples per prompt" in properties["group_size"]["description"]
     assert "frozen" not in properties
+
+
+def test_the_recipe_in_the_readme_is_the_one_that_the_demo_runs():
+    root = Path(__file__).parents[1]
+    text = (root / "README.md").read_text(encoding="utf-8").split("```yaml\n")[1].split("```")[0]
+    assert parse_recipe(text) == read_recipe(root / "recipes/r1-tiny.yaml")

@@ -24,6 +24,8 @@ def run(ctx: StageContext) -> dict[str, Any]:
     assert isinstance(cfg, EvaluateStage)
     task = ctx.task()
     prompts = task.sample(cfg.prompts, seed=ctx.seed, split="test")
+    if not prompts:
+        raise ValueError("the task has no test prompts: give test_path, or a larger test_fraction")
     reward = RewardComposer(
         {"correctness": 1.0, "format": 0.0}, verify=task.verify, answer_style=ctx.recipe.answer_style
     )

@@ -24,7 +24,7 @@ class FilesConfig(Strict):
     path: str
     """A .jsonl, .parquet or .csv file."""
     test_path: str | None = None
-    """Held-out rows; without it, `test_fraction` of the rows are held out by the hash of their ids."""
+    """Held-out rows; without it, `test_fraction` of the rows are held out by the hash of their prompts."""
     test_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
     columns: Columns = Columns(answer="answer")
 

@@ -22,7 +22,7 @@ class HubConfig(Strict):
     subset: str | None = None
     train_split: str = "train"
     test_split: str | None = None
-    """Held-out rows; without it, `test_fraction` of the rows are held out by the hash of their ids."""
+    """Held-out rows; without it, `test_fraction` of the rows are held out by the hash of their prompts."""
     test_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
     columns: Columns = Columns(answer="answer")
 

@@ -113,12 +113,15 @@ def make_table(
     columns: Columns,
     test_fraction: float,
 ) -> Table:
-    """The task of (id, row) pairs. Without rows to test on, a row is held out by the hash of its id.
+    """The task of (id, row) pairs. Without rows to test on, rows are held out by the hash of their prompt:
+    rows that ask the same are on the same side.
 
     Raises:
         ValueError: a row cannot be used; its id is named.
     """
-    held_out = {i for i, _ in rows if test_rows is None and stable_hash("split", i) < test_fraction * 2**64}
+    held_out = {
+        i for i, row in rows if test_rows is None and stable_hash("split", row[columns.prompt]) < test_fraction * 2**64
+    }
     train = [(i, row) for i, row in rows if i not in held_out]
     if not train:
         raise ValueError(f"{kind}: no row is left to train on: {len(rows)} rows, test_fraction {test_fraction}")
