@@ -18,16 +18,20 @@ from groupwise.config import (
     BASE,
     STAGE_KINDS,
     AnyStage,
+    EvaluateStage,
     FileData,
     Recipe,
     RecipeError,
     SFTStage,
+    TraceData,
     dump_recipe,
     parents_of,
 )
 from groupwise.progress import Progress
 from groupwise.run import RunDir, StageDir, hash_files, read_jsonl, write_atomically
-from groupwise.tasks import make_task
+from groupwise.tasks import TaskConfig, make_task
+from groupwise.tasks.gsm8k import GSM8KConfig
+from groupwise.tasks.hub import HubConfig
 
 MODULES = {kind: f"groupwise.stages.{kind}" for kind in STAGE_KINDS}
 """Where each kind of stage is implemented; imported when it runs, since it brings torch."""
@@ -53,18 +57,31 @@ def check(recipe: Recipe) -> None:
     mistakes: list[str] = []
     if problem := model_problem(recipe.model):
         mistakes.append(f"model: {problem}")
-    tasks = {"task": recipe.task}
-    tasks |= {f"stages.{s.name}.task": t for s in recipe.stages if (t := getattr(s, "task", None)) is not None}
-    for path, config in tasks.items():
+    for stage in recipe.stages:
+        path = "task" if getattr(stage, "task", None) is None else f"stages.{stage.name}.task"
         try:
-            make_task(config)
+            task = make_task(recipe.task_of(stage))
         except ValueError as error:
             mistakes.append(f"{path}: {error}")
+            continue
+        if _is_remote(recipe.task_of(stage)):
+            continue  # asking for rows would download them
+        if isinstance(stage, EvaluateStage) and not task.sample(1, 0, "test"):
+            mistakes.append(f"stages.{stage.name}: the task has no test prompts: give test_path or a test_fraction")
+        if isinstance(stage, SFTStage) and isinstance(stage.data, TraceData):
+            try:
+                task.traces(1, 0)
+            except ValueError as error:
+                mistakes.append(f"stages.{stage.name}.data: {error}")
     for stage in recipe.stages:
         if isinstance(stage, SFTStage) and isinstance(stage.data, FileData):
             mistakes += [f"stages.{stage.name}.data.path: {p}" for p in _conversation_problems(Path(stage.data.path))]
     if mistakes:
-        raise RecipeError("recipe", mistakes)
+        raise RecipeError("recipe", list(dict.fromkeys(mistakes)))
+
+
+def _is_remote(task: TaskConfig) -> bool:
+    return isinstance(task, HubConfig) or (isinstance(task, GSM8KConfig) and task.path is None)
 
 
 def model_problem(source: str) -> str | None:

@@ -65,6 +65,11 @@ BAD_RECIPES = {
         "{kind: files, path: good.jsonl, columns: {prompt: q, answer: gold}}",
         ["gold", "good.jsonl"],
     ),
+    "task without traces": (
+        "{kind: arithmetic, digits: 1}",
+        "{kind: files, path: good.jsonl, columns: {prompt: q, answer: a}}",
+        ["stages.cold-start.data", "no worked examples"],
+    ),
     "not YAML": ("stages:", "stages: [", ["YAML"]),
     "key given twice": ("model: builtin:tiny", "model: builtin:tiny\nmodel: builtin:tiny", ["model", "twice"]),
     "own reward that does not resolve": (
