@@ -1,9 +1,12 @@
 """Each task proves itself: its gold answer scores 1 and a wrong one 0; its draws are pure; its splits never meet."""
 
 import ast
+import contextlib
+import itertools
 import json
 import operator
 import re
+import sys
 from fractions import Fraction
 
 import pytest
@@ -17,6 +20,7 @@ from groupwise.tasks import TaskConfig, make_task, normalise
 from groupwise.tasks.arithmetic import reasoning
 from groupwise.tasks.base import rows_without_replacement
 from groupwise.tasks.countdown import evaluate
+from groupwise.tasks.reasoning_gym import REFUSED
 from groupwise.types import Prompt
 
 
@@ -159,7 +163,15 @@ def test_worked_columns_as_a_person_writes_them():
     assert steps(52, "-", 37) == "12-7=5;5-1-3=1"
     assert steps(37, "-", 52) == "12-7=5;5-1-3=1;-(52-37)=-15"
     assert steps(37, "*", 48) == "37*8=296;37*40=1480;296+1480=1776"
-    assert steps(37, "*", 4) == "37*4=148;4*37=148"
+    assert steps(37, "*", 4) == steps(4, "*", 37) == "4*7=28;4*30=120;28+120=148"
+    assert steps(7, "*", 7) == "7*6=42;42+7*1=49"
+
+
+@pytest.mark.parametrize("sign", ["+", "-", "*"])
+def test_worked_steps_of_single_digits_are_two_different_ones(sign):
+    for a, b in itertools.product(range(10), repeat=2):
+        first, second, *_ = reasoning(Prompt("", (), data={"operands": [a, b], "operator": sign})).split(";")
+        assert first != second
 
 
 def test_digits_bound_the_operands():
@@ -179,6 +191,7 @@ def test_digits_bound_the_operands():
         ("(2×3)+7 = 13", 1.0),
         (r"7 + 2 \times 3", 1.0),
         ("７＋２×３", 1.0),
+        (r"$7 + 2 \cdot 3$", 1.0),
         ("2 + 3 + 7", 0.0),  # another value
         ("13", 0.0),  # not the numbers
         ("6 + 7", 0.0),
@@ -194,6 +207,19 @@ def test_digits_bound_the_operands():
 def test_countdown_counts_numbers_and_value(answer, score):
     prompt = Prompt("", (), data={"numbers": [2, 3, 7], "target": 13})
     assert task_of(kind="countdown").verify(prompt, answer) == score
+
+
+def test_countdown_never_recurses_out_of_the_stack():
+    prompt = Prompt("", (), data={"numbers": [2, 3, 7], "target": 13})
+    task = task_of(kind="countdown")
+
+    def at_depth(depth):
+        return at_depth(depth - 1) if depth else task.verify(prompt, "(" * 198)
+
+    frame, depth = sys._getframe(), 0
+    while frame := frame.f_back:
+        depth += 1
+    assert at_depth(max(sys.getrecursionlimit() - depth - 400, 0)) == 0.0
 
 
 def test_countdown_calculates_exactly():
@@ -279,10 +305,17 @@ def test_prompts_may_be_conversations(tmp_path):
         ("t.jsonl", b'{"q": "a", "golden": "1"}\n', ["'gold'", "columns.answer", "golden"]),
         ("t.jsonl", b'{"q": "a", "gold": "1"}\n{"q": " ", "gold": "1"}\n', ["t.jsonl:2", "empty"]),
         ("t.jsonl", b'{"q": "a", "gold": "1"}\n{"q": "b", "gold": null}\n', ["t.jsonl:2", "ground truth"]),
+        ("t.jsonl", b'{"q": "a", "gold": "1"}\n{"q": "b", "gold": NaN}\n', ["t.jsonl:2", "ground truth", "nan"]),
+        ("t.jsonl", b'{"q": "a", "gold": ["1"]}\n', ["t.jsonl:1", "ground truth", "neither text nor a number"]),
+        ("t.jsonl", b'{"q": "a", "gold": ' + b"9" * 5000 + b"}\n", ["t.jsonl", "line 1", "digits"]),
+        ("t.jsonl", b"[" * 100_000, ["t.jsonl", "line 1", "recursion"]),
         ("t.jsonl", b'{"q": 7, "gold": "1"}\n', ["t.jsonl:1", "'q'"]),
         ("t.jsonl", b'{"q": [{"role": "user"}], "gold": "1"}\n', ["t.jsonl:1", "content"]),
         ("t.jsonl", b'{"q": "\xff"}\n', ["UTF-8"]),
+        ("t.jsonl", b'{"q": [{"role": "user", "content": " "}], "gold": "1"}\n', ["t.jsonl:1", "user"]),
+        ("t.jsonl", b'{"q": [{"role": "assistant", "content": "x"}], "gold": "1"}\n', ["t.jsonl:1", "user"]),
         ("t.csv", b"q,gold\na,1\nb\n", ["line 3", "fields"]),
+        ("t.csv", b"q,q,gold\na,b,1\n", ["t.csv", "q twice"]),
         ("t.parquet", b"not parquet", ["t.parquet"]),
     ],
 )
@@ -295,11 +328,78 @@ def test_faults_of_a_file_are_named(name, content, words, tmp_path):
         assert word in str(error.value), error.value
 
 
+def test_unicode_line_separators_end_no_row(tmp_path):
+    for suffix, text in (("csv", "q,gold\na\u2028b\x85c,1\n"), ("JSONL", '{"q": "a\u2028b\x85c", "gold": 1}\n')):
+        (tmp_path / f"t.{suffix}").write_text(text, encoding="utf-8")
+        path = str(tmp_path / f"t.{suffix}")
+        task = task_of(kind="files", path=path, test_fraction=0, columns={"prompt": "q", "answer": "gold"})
+        assert [(p.text, p.answer) for p in task.sample(1, 0)] == [("a\u2028b\x85c", "1")]
+
+
+def test_two_system_messages_are_refused(tmp_path):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    path = jsonl(tmp_path / "t.jsonl", [{"q": messages, "s": "Be long.", "gold": 2}])
+    with pytest.raises(ValueError, match=r"t\.jsonl:1: two system messages"):
+        task_of(kind="files", path=path, test_fraction=0, columns={"prompt": "q", "answer": "gold", "system": "s"})
+
+
 def test_gsm8k_answers_need_their_mark(tmp_path):
     for name in ("train", "test"):
         jsonl(tmp_path / f"{name}.jsonl", [{"question": "?", "answer": "It is 4."}])
     with pytest.raises(ValueError, match=r"train.jsonl:1.*####"):
         task_of(kind="gsm8k", path=str(tmp_path))
+
+
+def test_traces_may_be_reasoning_alone(tmp_path):
+    path = jsonl(tmp_path / "t.jsonl", [{"q": "1+1?", "gold": 2, "work": "1+1=2"}])
+    columns = {"prompt": "q", "answer": "gold", "trace": "work"}
+    (example,) = task_of(kind="files", path=path, test_fraction=0, columns=columns).traces(1, 0)
+    assert example.messages[-1]["content"] == render_response("1+1=2", "2")
+    with pytest.raises(ValueError, match=r"t\.jsonl:1.*columns\.answer"):
+        task_of(kind="files", path=path, test_fraction=0, columns=columns | {"answer": None})
+
+
+# -- reasoning-gym ---------------------------------------------------------------------------------------------------
+
+
+def test_scorers_that_run_answers_are_refused(tmp_path):
+    """Every scorer of the library is given a program as an answer, in the forms that scorers look for."""
+    import reasoning_gym
+
+    mark = tmp_path / "mark"
+    program = f"open({str(mark)!r},'w')"
+    answers = [program, f"[{program}]", f"x+{program}", f"[[{program}]]", f"{{'a': {program}}}"]
+    ran = set()
+    slow = {"arc_agi", "rearc", "composite"}
+    for name in sorted(set(reasoning_gym.factory.DATASETS) - slow):
+        dataset = reasoning_gym.create_dataset(name, seed=5, size=1)
+        for answer in answers:
+            with contextlib.suppress(Exception):
+                dataset.score_answer(answer=answer, entry=dataset[0])
+            if mark.exists():
+                ran.add(name)
+                mark.unlink()
+    assert ran == {name for name, reason in REFUSED.items() if "runs the answer" in reason}
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_refused_names_say_why(name):
+    with pytest.raises(ValueError, match=f"{name} is refused: {REFUSED[name]}"):
+        task_of(kind="reasoning_gym", name=name)
+
+
+def test_a_scorer_that_stumbles_has_met_a_wrong_answer():
+    task = task_of(kind="reasoning_gym", name="prime_factorization")
+    (prompt,) = task.sample(1, 0)
+    assert [task.verify(prompt, answer) for answer in (prompt.answer, "no number")] == [1.0, 0.0]
+
+
+def test_scorers_see_the_tuples_that_were_made():
+    task = task_of(kind="reasoning_gym", name="rearc")
+    (prompt,) = task.sample(1, 0)
+    again = task_of(kind="reasoning_gym", name="rearc")
+    stored = Prompt(prompt.id, prompt.messages, prompt.answer, json.loads(json.dumps(prompt.data)))
+    assert task.verify(prompt, prompt.answer) == again.verify(stored, prompt.answer) == 1.0
 
 
 @pytest.mark.parametrize("name", ["chain_summ", "nothing_like_it"])

@@ -135,11 +135,19 @@ def _subtract(a: int, b: int) -> list[str]:
 
 
 def _multiply(a: int, b: int) -> list[str]:
-    """One product per digit of b, then their running sum."""
+    """One product per digit of a factor, then their running sum.
+
+    Of two digits: one time less, then once more, since a step and its mirror (7*7=49 twice) would be a single step.
+    """
+    if a < 10 and b < 10:
+        less = max(b - 1, 0)
+        return [f"{a}*{less}={a * less}", f"{a * less}+{a}*{b - less}={a * b}"]
+    if b < 10:
+        a, b = b, a
     parts = [int(digit) * 10**place for place, digit in enumerate(reversed(str(b)))]
     steps = [f"{a}*{part}={a * part}" for part in parts]
     total = a * parts[0]
     for part in parts[1:]:
         steps.append(f"{total}+{a * part}={total + a * part}")
         total += a * part
-    return steps if len(steps) > 1 else [*steps, f"{b}*{a}={total}"]
+    return steps

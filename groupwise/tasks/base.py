@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Literal, Protocol
 
 from groupwise.types import Example, Prompt, stable_hash
@@ -54,20 +55,15 @@ def draw_split(
     """
     rng = random.Random(stable_hash(seed, split))
     prompts: list[Prompt] = []
-    for _ in range(most_draws(n)):
+    for _ in range(1000 * n + 10_000):
         if len(prompts) == n:
             break
         prompt = draw(rng)
         if prompt is not None and (stable_hash("split", key(prompt)) % 10 == 0) == (split == "test"):
             prompts.append(prompt)
     if len(prompts) < n:
-        raise ValueError(f"the task is too small: it has hardly any {split} prompts; make it larger")
+        raise ValueError(f"the task is too small: {len(prompts)} of {n} {split} prompts were found; make it larger")
     return prompts
-
-
-def most_draws(n: int) -> int:
-    """How often a generator is asked before `n` prompts of a split are given up."""
-    return 1000 * n + 10_000
 
 
 def rows_without_replacement(rows: int, n: int, seed: Seed) -> list[int]:
@@ -81,12 +77,17 @@ def rows_without_replacement(rows: int, n: int, seed: Seed) -> list[int]:
     position = step * n
     while len(picked) < n:
         shuffle, place = divmod(position, rows)
-        order = list(range(rows))
-        random.Random(stable_hash(*run, "shuffle", shuffle)).shuffle(order)
-        taken = order[place : place + n - len(picked)]
+        taken = _shuffled(rows, tuple(run), shuffle)[place : place + n - len(picked)]
         picked += taken
         position += len(taken)
     return picked
+
+
+@lru_cache(maxsize=4)  # the steps of an epoch share one shuffle, which of a million rows takes most of a second
+def _shuffled(rows: int, run: tuple[int, ...], shuffle: int) -> Sequence[int]:
+    order = list(range(rows))
+    random.Random(stable_hash(*run, "shuffle", shuffle)).shuffle(order)
+    return order
 
 
 def no_traces(kind: str) -> ValueError:

@@ -19,7 +19,7 @@ class CountdownConfig(Strict):
     """Every problem is made backwards from a solution, so each can be solved."""
 
     kind: Literal["countdown"]
-    numbers: Annotated[int, Field(ge=2, le=6)] = 3
+    numbers: Annotated[int, Field(ge=3, le=6)] = 3
     """How many numbers are given."""
     largest: Annotated[int, Field(ge=2)] = 20
     """The numbers are drawn from 1 to this."""
@@ -94,7 +94,8 @@ class Countdown:
 
 _TOKEN = re.compile(r"\s*(?:(\d{1,9})|([-+*/()]))")
 _SIGNS = str.maketrans("×·÷−＋－＊／（）", "**/-+-*/()") | {ord("x"): "*"}
-MAX_LENGTH = 200
+MAX_LENGTH = 100
+"""Longer answers are none; it also bounds how deep the parser recurses."""
 
 
 def evaluate(expression: str) -> tuple[Fraction, list[int]]:
@@ -106,7 +107,7 @@ def evaluate(expression: str) -> tuple[Fraction, list[int]]:
     >>> evaluate("(7 - 3) / 2")
     (Fraction(2, 1), [7, 3, 2])
     """
-    text = expression.translate(_SIGNS).replace(r"\times", "*").replace(r"\div", "/").strip()
+    text = expression.translate(_SIGNS).replace(r"\times", "*").replace(r"\cdot", "*").replace(r"\div", "/").strip(" $")
     tokens: list[str] = []
     end = 0
     while end < len(text):

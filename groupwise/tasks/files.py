@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,11 +48,11 @@ def read_rows(path: Path, columns: Columns) -> list[Row]:
         ValueError: see `files_task`.
     """
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet, ".csv": _read_csv}
-    if path.suffix not in readers:
+    if path.suffix.lower() not in readers:
         raise ValueError(f"{path}: unknown kind of file; give a {', '.join(readers)} file")
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
-    rows = readers[path.suffix](path)
+    rows = readers[path.suffix.lower()](path)
     if not rows:
         raise ValueError(f"{path}: the file holds no row")
     for place, row in rows:
@@ -66,8 +67,8 @@ def _read_jsonl(path: Path) -> list[Row]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} line {number}: not valid JSON: {error.msg} at column {error.colno}") from error
+        except (ValueError, RecursionError) as error:  # beside bad JSON: a number of 5,000 digits, endless nesting
+            raise ValueError(f"{path} line {number}: not valid JSON: {error}") from error
         if not isinstance(row, dict):
             raise ValueError(f"{path} line {number}: a row is an object with columns, got {line.strip()[:60]}")
         rows.append((f"{path.name}:{number}", row))
@@ -75,9 +76,12 @@ def _read_jsonl(path: Path) -> list[Row]:
 
 
 def _read_csv(path: Path) -> list[Row]:
-    reader = csv.DictReader(_text(path).splitlines(keepends=True), strict=True)
+    reader = csv.DictReader(io.StringIO(_text(path)), strict=True)
     rows: list[Row] = []
     try:
+        header = list(reader.fieldnames or ())
+        if twice := {name for name in header if header.count(name) > 1}:
+            raise ValueError(f"{path}: the header names {', '.join(sorted(twice))} twice")
         for row in reader:
             if None in row or None in row.values():
                 raise ValueError(f"{path} line {reader.line_num}: has not as many fields as the header")
@@ -93,7 +97,7 @@ def _read_parquet(path: Path) -> list[Row]:
 
     try:
         table = pq.read_table(path)
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path}: not a Parquet file: {error}") from error
     return [(f"{path.name}:{number}", row) for number, row in enumerate(table.to_pylist(), start=1)]
 
@@ -101,5 +105,7 @@ def _read_parquet(path: Path) -> list[Row]:
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text: byte {error.start} cannot be read") from error

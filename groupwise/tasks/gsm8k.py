@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from groupwise.chat import render_response
 from groupwise.schema import Strict
 from groupwise.tasks.base import Seed, Split
 from groupwise.tasks.files import Row, read_rows
@@ -66,5 +65,4 @@ def _solved(row: Row) -> tuple[str, Mapping[str, Any]]:
     if not marker or not final.strip():
         raise ValueError(f"{place}: the answer has no final number after '####'")
     number = final.strip().replace(",", "")
-    trace = render_response(_CALCULATOR.sub("", solution).strip(), number)
-    return place, {**columns, "answer": number, "trace": trace}
+    return place, {**columns, "answer": number, "trace": _CALCULATOR.sub("", solution)}

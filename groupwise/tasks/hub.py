@@ -64,6 +64,6 @@ def load_rows(name: str, subset: str | None, split: str, columns: Columns) -> li
     try:
         data: Any = datasets.load_dataset(name, subset, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(f"data set {name!r} ({split}) cannot be loaded: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"data set {name!r} ({split}) cannot be loaded: {str(error).partition(chr(10))[0]}") from error
     check_columns(columns, data.column_names, f"data set {name!r}")
     return [(f"{name}/{split}:{number}", row) for number, row in enumerate(data, start=1)]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
+from math import isfinite
 from typing import Any
 
+from groupwise.chat import THINK_END, render_response
 from groupwise.schema import Strict, nearest
 from groupwise.tasks.base import Seed, Split, no_traces, rows_without_replacement
 from groupwise.types import Example, Message, Prompt, stable_hash
@@ -18,7 +20,7 @@ class Columns(Strict):
     answer: str | None = None
     """The ground truth; leave it out where a judge scores."""
     trace: str | None = None
-    """A worked response, for a cold start."""
+    """Worked reasoning, for a cold start; put in form with the answer, unless it is a response with `</think>`."""
     system: str | None = None
     """A system message per row."""
 
@@ -49,38 +51,56 @@ def to_prompt(row: Mapping[str, Any], columns: Columns, id: str) -> Prompt:  # n
         messages: tuple[Message, ...] = Prompt.of(value).messages
     except ValueError as error:
         raise ValueError(f"{id}: column {columns.prompt!r}: {error}") from error
+    if messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
+        raise ValueError(f"{id}: column {columns.prompt!r}: a conversation must end with what the user says")
     if columns.system is not None and row[columns.system]:
+        if messages[0]["role"] == "system":
+            raise ValueError(f"{id}: two system messages, in columns {columns.prompt!r} and {columns.system!r}")
         messages = ({"role": "system", "content": str(row[columns.system])}, *messages)
     answer = None
     if columns.answer is not None:
-        answer = answer_text(row[columns.answer])
-        if answer is None or not answer.strip():
-            raise ValueError(f"{id}: column {columns.answer!r} (the ground truth) is empty")
+        try:
+            answer = answer_text(row[columns.answer])
+        except ValueError as error:
+            raise ValueError(f"{id}: column {columns.answer!r} (the ground truth) {error}") from error
     mapped = set(columns.model_dump().values())
     return Prompt(id, messages, answer, {k: v for k, v in row.items() if k not in mapped})
 
 
 def to_example(row: Mapping[str, Any], columns: Columns, id: str) -> Example:  # noqa: A002
-    """One row as a worked example."""
+    """One row as a worked example.
+
+    Raises:
+        ValueError: as `to_prompt`; or the trace is empty, or is reasoning without an answer to end with.
+    """
     assert columns.trace is not None
     prompt = to_prompt(row, columns, id)
     response = row[columns.trace]
     if not isinstance(response, str) or not response.strip():
         raise ValueError(f"{id}: column {columns.trace!r} (the trace) is empty or no text")
+    if THINK_END not in response:
+        if prompt.answer is None:
+            raise ValueError(f"{id}: column {columns.trace!r} (the trace) has no answer; map columns.answer")
+        response = render_response(response.strip(), prompt.answer)
     return Example((*prompt.messages, {"role": "assistant", "content": response}), {"prompt": id})
 
 
-def answer_text(value: Any) -> str | None:
+def answer_text(value: Any) -> str:
     """A gold answer as text: numbers as they are written, big ones whole.
+
+    Raises:
+        ValueError: there is none, or it is neither text nor a finite number.
 
     >>> answer_text(12345678901234567890), answer_text(0.5), answer_text(3.0)
     ('12345678901234567890', '0.5', '3.0')
     """
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, float):
-        return format(Decimal(repr(value)), "f")
-    return str(value)
+    if value is None or value == "" or (isinstance(value, str) and not value.strip()):
+        raise ValueError("is empty")
+    if isinstance(value, str | bool):
+        return str(value)
+    if not isinstance(value, int | float | Decimal) or not isfinite(value):
+        raise ValueError(f"is neither text nor a number: {value!r:.60}")
+    return format(Decimal(repr(value)), "f") if isinstance(value, float) else str(value)
 
 
 class Table:
