@@ -76,8 +76,6 @@ class GRPOConfig(Algorithm, OptimConfig, SamplingConfig):
     """Passes over the rollouts of a step."""
     minibatches: Positive = 1
     """Optimiser steps per pass; groups are dealt out to them in turn."""
-    mask_truncated: bool = False
-    """Do not train completions that were cut off (they still count in their group's mean)."""
     max_batch_tokens: Positive = 4096
     """Tokens per forward and backward pass: bounds memory, changes nothing else."""
     max_failed_rewards: Share = 0.25

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from groupwise.algorithms.advantages import group_advantages
 from groupwise.algorithms.losses import policy_loss
+from groupwise.algorithms.presets import Algorithm
 from groupwise.algorithms.weights import token_weights
 from groupwise.batch import Batch, Segment, pack
 from groupwise.config import GRPOConfig
@@ -28,6 +29,9 @@ from groupwise.optim import Optimizer
 from groupwise.rewards import Scorer, as_reward
 from groupwise.rollout import collect
 from groupwise.types import Group, Message, Prompt, Rollout
+
+NOT_WIRED = ("per_part", "whiten", "credit", "selection", "kl_in", "kl_target", "entropy_target")
+"""Parts of an algorithm that the loss knows and the step does not."""
 
 ModelSource: TypeAlias = str | Path | PreTrainedModel | Policy
 
@@ -67,6 +71,8 @@ class GRPOTrainer:
     ) -> None:
         if reward_model is None:
             raise ValueError("reward_model is needed: a RewardComposer, a callable or an object with .score()")
+        if unwired := [key for key in NOT_WIRED if getattr(config, key) != Algorithm.model_fields[key].default]:
+            raise ValueError(f"algorithm {config.algorithm!r} needs {', '.join(unwired)}, which no step computes yet")
         self.config = config
         self.policy = model if isinstance(model, Policy) else Policy.load(model, tokenizer=tokenizer)
         if config.max_tokens >= self.policy.max_positions:

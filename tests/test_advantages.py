@@ -148,5 +148,5 @@ def test_gae_with_lambda_zero_looks_one_step_ahead() -> None:
 
 
 def test_gae_needs_one_value_more_than_rewards() -> None:
-    with pytest.raises(ValueError, match="2 values for 2 rewards"):
+    with pytest.raises(ValueError, match="one value more than rewards, got 2 for 2"):
         gae([0.0, 1.0], [0.5, 0.25], gamma=1.0, lam=1.0)

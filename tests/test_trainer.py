@@ -165,7 +165,7 @@ def test_one_micro_batch_equals_many(algorithm, make_trainer) -> None:
     for a, b in zip(gradient(parts), gradient(whole), strict=True):
         assert (a - b).abs().max() < 1e-5 * b.abs().max()
     for name, value in weights(whole).items():
-        torch.testing.assert_close(parts.policy.trainable_state()[name], value, rtol=0, atol=1e-6)
+        torch.testing.assert_close(parts.policy.trainable_state()[name], value, rtol=0, atol=5e-6)
     for name in ("loss/policy", "loss/kl", "update/grad_norm", "policy/entropy", "policy/ratio", "tokens/trained"):
         assert many[name] == pytest.approx(one[name], rel=1e-4, abs=1e-7), name
 

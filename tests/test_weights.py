@@ -62,5 +62,5 @@ def test_constant_needs_a_length(max_len: int | None) -> None:
 
 
 def test_unknown_mode() -> None:
-    with pytest.raises(ValueError, match="sequence, token, constant, got 'batch'"):
+    with pytest.raises(ValueError, match="sequence, token, sum, constant, got 'batch'"):
         token_weights([1], "batch")  # type: ignore[arg-type]

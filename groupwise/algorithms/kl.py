@@ -5,10 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from groupwise.algorithms.presets import KLKind
+from groupwise.algorithms.presets import KLGradient, KLKind
 
 EXPONENT_CAP = 20.0
 """Exponents are capped here: e^20 is already far outside any trust region, and float32 stays finite."""
+
+
+def bounded_exp(x_T: Tensor) -> Tensor:
+    """e^x with x held within +-EXPONENT_CAP."""
+    return torch.exp(x_T.clamp(-EXPONENT_CAP, EXPONENT_CAP))
 
 
 def estimate(logp_T: Tensor, ref_logp_T: Tensor, kind: KLKind = "k3") -> Tensor:
@@ -29,3 +34,29 @@ def estimate(logp_T: Tensor, ref_logp_T: Tensor, kind: KLKind = "k3") -> Tensor:
         case "k3":
             return torch.exp(d_T.clamp(max=EXPONENT_CAP)) - d_T - 1
     raise ValueError(f"kl must be one of k1, k2, k3, got {kind!r}")
+
+
+def penalty(
+    logp_T: Tensor, old_logp_T: Tensor, ref_logp_T: Tensor, kind: KLKind = "k3", gradient: KLGradient = "direct"
+) -> Tensor:
+    """The estimate as it stands in the loss, shape [T]: its value, and the gradient that is asked for.
+
+    `direct` is the estimate itself. `weighted` is rho * estimate, rho = exp(logp - old_logp): unbiased when the policy
+    has moved since it sampled (arXiv 2512.02556, eq. 7). `straight_through` has the value of the estimate and the
+    gradient of k2, -d, whose expectation is the gradient of the KL.
+
+    >>> logp = torch.tensor([-1.0], requires_grad=True)
+    >>> penalty(logp, logp.detach(), torch.tensor([-3.0]), "k1", "straight_through").sum().backward()
+    >>> logp.grad.item()
+    2.0
+    """
+    kl_T = estimate(logp_T, ref_logp_T, kind)
+    match gradient:
+        case "direct":
+            return kl_T
+        case "weighted":
+            return bounded_exp(logp_T - old_logp_T) * kl_T
+        case "straight_through":
+            k2_T = estimate(logp_T, ref_logp_T, "k2")
+            return k2_T + (kl_T - k2_T).detach()
+    raise ValueError(f"kl_gradient must be one of direct, weighted, straight_through, got {gradient!r}")

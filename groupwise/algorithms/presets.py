@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from groupwise.schema import Strict, nearest
 
-Baseline = Literal["mean", "leave_one_out"]
-Scale = Literal["std", "none"]
-RatioLevel = Literal["token", "sequence"]
+Baseline = Literal["mean", "leave_one_out", "length_weighted", "best_of_others", "greedy", "critic", "none"]
+Scale = Literal["std", "batch_std", "mean", "signal_share", "none"]
+Credit = Literal["sequence", "token"]
+Whitening = Literal["none", "samples", "tokens"]
+RatioLevel = Literal["token", "sequence", "sequence_token", "sequence_product"]
+SurrogateKind = Literal["clip", "ratio", "cispo", "reinforce", "sapo", "gmpo", "vespo", "dppo_tv", "dppo_kl"]
+Selection = Literal["all", "top_entropy", "clip_cov", "kl_cov"]
 KLKind = Literal["k1", "k2", "k3"]
-Weighting = Literal["sequence", "token", "constant"]
+KLGradient = Literal["direct", "weighted", "straight_through"]
+SamplerCorrection = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+Weighting = Literal["sequence", "token", "sum", "constant"]
 
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Pair = Annotated[tuple[float, float], Field(strict=False)]
+
+GROUP_BASELINES = ("mean", "leave_one_out", "length_weighted", "best_of_others")
+"""Baselines that compare the samples of one prompt, so that a group of one says nothing."""
 
 
 class Algorithm(Strict):
-    """What distinguishes one group-relative method from another.
+    """What distinguishes one policy-gradient method from another.
 
     `algorithm` names the preset that parts not given are taken from:
 
@@ -27,42 +40,120 @@ class Algorithm(Strict):
     """
 
     algorithm: str = "grpo"
-    """The preset that gives every part that is not set here: grpo, dr_grpo, dapo or gspo."""
+    """The preset that gives every part that is not set here; `groupwise algorithms` lists them."""
+
+    # -- the advantage ---------------------------------------------------------------------------------------------
     baseline: Baseline = "mean"
-    """What a reward is compared with: the mean of its group, or the mean of the others in it (leave-one-out)."""
+    """What a reward is compared with: the mean of its group, the mean of the others in it (leave-one-out), the mean
+    weighted by length (OPO), the best of the others (pass@k), the reward of the greedy answer (ReMax), a critic's
+    values (PPO), or nothing."""
     scale: Scale = "std"
-    """What the difference is divided by: the standard deviation of the group, or nothing (Dr. GRPO)."""
+    """What the difference is divided by: the standard deviation of the group or of the batch, the mean of the group
+    (MaxRL), the share of groups with signal (GPG), or nothing (Dr. GRPO)."""
     ddof: Literal[0, 1] = 0
-    """Delta degrees of freedom of that deviation: 0 population, 1 sample (TRL, verl)."""
+    """Delta degrees of freedom of deviations: 0 population, 1 sample (TRL, verl)."""
     eps: NonNegative = 1e-8
-    """Added to the deviation before dividing."""
+    """Added to what is divided by."""
+    per_part: bool = False
+    """Compute the advantage for each reward part and add them up by weight (GDPO), not from the weighted total."""
+    whiten: Whitening = "none"
+    """Bring advantages to mean 0 and deviation 1 over the whole step: one number per sample, or every token."""
+    credit: Credit = "sequence"
+    """What a token is credited with: all that its sample earned, or what was earned from this token on."""
+    gamma: Share = 1.0
+    """Discount per token, with credit `token`."""
+    lam: Share = 1.0
+    """GAE's lambda, with the baseline `critic`."""
+    overlong_share: Share = 0.0
+    """The last share of `max_tokens` in which the reward falls linearly by up to 1 (DAPO's soft overlong penalty)."""
+
+    # -- the surrogate ---------------------------------------------------------------------------------------------
     ratio: RatioLevel = "token"
-    """Level of the importance ratio: each token's own, or the geometric mean of its sequence (GSPO)."""
+    """Level of the importance ratio: each token's own; the geometric mean of its sequence (GSPO); that value with the
+    gradient of the token alone (GSPO-token); or the product over the sequence (RLOO)."""
+    surrogate: SurrogateKind = "clip"
+    """How ratio and advantage make a loss; see `groupwise.algorithms.surrogates`."""
     clip_range: NonNegative = 0.2
     """The ratio is clipped below at 1 - clip_range, and above at 1 + clip_range unless clip_range_high is set. From 1
-    up there is no lower bound (R1 trained with 10)."""
+    up there is no lower bound (R1 trained with 10). `gmpo` clips log-ratios; `dppo` bounds probability differences
+    (`dppo_tv`) or divergences (`dppo_kl`)."""
     clip_range_high: NonNegative | None = None
     """The upper clip range where it differs from the lower one (DAPO's clip-higher)."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """With a negative advantage A, the loss is at most dual_clip * |A| (arXiv 1912.09729)."""
+    ratio_cap: Positive = 20.0
+    """Where `dppo` truncates the ratio that weighs its gradient."""
+    sapo_temperatures: Pair = (1.0, 1.05)
+    """`sapo`: temperature of the soft gate for positive and for other advantages."""
+    vespo_positive: Pair = (2.0, 3.0)
+    """`vespo`: (k, lambda) of w^k exp(lambda (1 - w)) for advantages >= 0."""
+    vespo_negative: Pair = (3.0, 2.0)
+    """`vespo`: the same for negative advantages."""
+    selection: Selection = "all"
+    """Which tokens are treated apart: only those of highest entropy are trained (`top_entropy`); some of high
+    covariance are not (`clip_cov`); those of highest covariance are held near the old policy (`kl_cov`)."""
+    selection_share: Share = 0.2
+    """The share of the step's trained tokens that `selection` picks, at least one."""
+    cov_bounds: Pair = (1.0, 5.0)
+    """`clip_cov`: tokens with a covariance between these may be picked."""
+    cov_kl_coef: NonNegative = 1.0
+    """`kl_cov`: weight of |logp - old logp| on the picked tokens."""
+    weighting: Weighting = "sequence"
+    """How tokens are averaged over the optimiser step: mean of sequence means, token mean, mean of sequence sums, or
+    sums divided by the constant length `max_tokens`."""
+
+    # -- KL and entropy --------------------------------------------------------------------------------------------
     kl_coef: NonNegative = 0.04
-    """Weight of the KL penalty to the reference in the loss; 0 turns it off, and no reference is evaluated."""
+    """Weight of the KL penalty to the reference; 0 turns it off, and no reference is evaluated."""
     kl: KLKind = "k3"
     """Estimator of that KL."""
-    weighting: Weighting = "sequence"
-    """How tokens are averaged over the optimiser step: mean of sequence means, token mean, or constant length."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Whether the penalty is added to the loss, or taken from the reward before advantages are computed."""
+    kl_gradient: KLGradient = "direct"
+    """In the loss: the estimator's own gradient; that of ratio * estimator (DeepSeek-V3.2, arXiv 2512.02556); or, with
+    the estimator's value, the gradient of k2, which is that of the true KL in expectation."""
+    kl_target: Positive | None = None
+    """Adapt kl_coef after every step so that the KL per token nears this (arXiv 1909.08593)."""
+    kl_horizon: Positive = 10_000.0
+    """Samples over which the adaptive coefficient moves by up to 20 % of the relative error."""
     entropy_coef: NonNegative = 0.0
-    """Weight of an entropy bonus."""
-    sampler_cap: NonNegative | None = None
-    """Truncate the sampler-mismatch weight exp(old - sampler log-prob) at this value; None leaves it out."""
+    """Weight of an entropy bonus; with `entropy_target`, where the adaptive weight starts."""
+    entropy_target: NonNegative | None = None
+    """Give the bonus only while the entropy is at or below this, and adapt its weight (Skywork-OR1, 2505.22312)."""
+    entropy_step: NonNegative = 0.005
+    """How far the adaptive weight moves per optimiser step."""
+
+    # -- stale, mismatched and truncated samples -------------------------------------------------------------------
+    sampler_correction: SamplerCorrection = "none"
+    """Weigh the surrogate by exp(old - sampler log-prob), per token or as the product over the sequence, where sampler
+    and trainer differ: truncated into [sampler_floor, sampler_cap], or masked to 0 outside."""
+    sampler_cap: Positive = 2.0
+    sampler_floor: NonNegative = 0.0
+    off_policy_limit: NonNegative | None = None
+    """Do not train a sequence of negative advantage whose log-probs fell by more than this per token on average since
+    it was sampled (DeepSeek-V3.2's off-policy sequence mask, arXiv 2512.02556)."""
+    mask_truncated: bool = False
+    """Do not train completions that were cut off (they still count in their group's mean)."""
+    resample_rounds: Annotated[int, Field(ge=0)] = 0
+    """Dynamic sampling (DAPO): replace groups without signal by fresh prompts, in up to this many more rounds, and
+    leave those without signal out of the averages. 0 turns it off."""
 
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, given: Any) -> Any:
-        name = given.get("algorithm", "grpo") if isinstance(given, dict) else None
+        default = cls.model_fields["algorithm"].default
+        name = given.get("algorithm", default) if isinstance(given, dict) else None
         if not isinstance(name, str):
             return given
         if name not in PRESETS:
             raise ValueError(f"algorithm must be one of {', '.join(PRESETS)}, got {name!r}{nearest(name, PRESETS)}")
         return {**PRESETS[name], **given}
+
+    @model_validator(mode="after")
+    def _refuse_what_cannot_work(self) -> Algorithm:
+        if mistakes := list(_impossible(self)):
+            raise ValueError("\n".join(mistakes))
+        return self
 
     @property
     def clip_bounds(self) -> tuple[float, float]:
@@ -70,11 +161,150 @@ class Algorithm(Strict):
         high = self.clip_range if self.clip_range_high is None else self.clip_range_high
         return 1 - self.clip_range, 1 + high
 
+    @property
+    def compares_groups(self) -> bool:
+        """Whether the advantage comes from the other samples of the prompt."""
+        return self.baseline in GROUP_BASELINES
+
+    @property
+    def uses_reference(self) -> bool:
+        return self.kl_coef > 0
+
+    @property
+    def needs_every_group(self) -> bool:
+        """Whether a group without advantage still has a gradient, from the KL, the entropy or a penalty."""
+        loss_kl = self.kl_coef > 0 and self.kl_in == "loss"
+        bonus = self.entropy_coef > 0 or self.entropy_target is not None
+        return loss_kl or bonus or self.selection == "kl_cov"
+
+
+def _impossible(cfg: Algorithm) -> Iterator[str]:
+    """Combinations of parts that have no meaning, each with the reason and the remedy."""
+    if cfg.scale in ("std", "batch_std", "mean") and not cfg.compares_groups:
+        yield f"scale {cfg.scale!r} goes with a baseline from the group, not {cfg.baseline!r}; set scale: none"
+    if cfg.scale == "mean" and cfg.baseline != "mean":
+        yield f"scale 'mean' (MaxRL) is derived for baseline 'mean', not {cfg.baseline!r}"
+    if cfg.scale == "signal_share" and not cfg.compares_groups:
+        yield f"scale 'signal_share' counts groups whose rewards differ, which baseline {cfg.baseline!r} does not need"
+    if cfg.baseline == "critic" and cfg.credit != "token":
+        yield "baseline 'critic' values every token, so it needs credit: token"
+    if cfg.credit == "token" and cfg.scale != "none":
+        yield f"credit 'token' adds up rewards along the sequence unscaled; set scale: none, got {cfg.scale!r}"
+    if cfg.per_part and not cfg.compares_groups:
+        yield f"per_part compares the parts within a group, which baseline {cfg.baseline!r} does not"
+    if cfg.per_part and cfg.kl_coef > 0 and cfg.kl_in == "reward":
+        yield "per_part has no total to take the KL from; set kl_in: loss"
+    if cfg.per_part and cfg.overlong_share > 0:
+        yield "per_part has no total to take the overlong penalty from; set overlong_share: 0"
+    if cfg.surrogate in ("gmpo", "reinforce", "dppo_tv", "dppo_kl") and cfg.ratio != "token":
+        yield f"surrogate {cfg.surrogate!r} starts from token ratios; set ratio: token, got {cfg.ratio!r}"
+    if cfg.surrogate == "vespo" and cfg.ratio != "sequence_product":
+        yield f"surrogate 'vespo' weighs whole sequences; set ratio: sequence_product, got {cfg.ratio!r}"
+    if cfg.dual_clip is not None and cfg.surrogate != "clip":
+        yield f"dual_clip bounds the clipped surrogate, not {cfg.surrogate!r}; set dual_clip: null"
+    if cfg.dual_clip is not None and cfg.dual_clip <= cfg.clip_bounds[1]:
+        yield f"dual_clip must be above the clip at {cfg.clip_bounds[1]:g}, got {cfg.dual_clip:g}"
+    if cfg.kl_coef > 0 and cfg.kl_in == "reward" and cfg.kl_gradient != "direct":
+        yield f"kl_gradient {cfg.kl_gradient!r} has no effect in the reward; set kl_gradient: direct or kl_in: loss"
+    if cfg.kl_coef > 0 and cfg.kl_in == "loss" and cfg.kl == "k1" and cfg.kl_gradient == "direct":
+        yield (
+            "kl 'k1' in the loss has a gradient of mean 0 and holds nothing back; set kl: k3, kl_gradient: "
+            "straight_through, or kl_in: reward"
+        )
+    if cfg.kl_target is not None and cfg.kl_coef == 0:
+        yield "kl_target adapts kl_coef, which must start above 0"
+    if cfg.sampler_floor > cfg.sampler_cap:
+        yield f"sampler_floor {cfg.sampler_floor:g} is above sampler_cap {cfg.sampler_cap:g}"
+    if cfg.resample_rounds > 0 and not cfg.compares_groups:
+        yield f"resample_rounds looks for groups whose rewards differ, which baseline {cfg.baseline!r} does not need"
+
+
+NO_KL: dict[str, Any] = {"kl_coef": 0.0}
+IN_REWARD: dict[str, Any] = {"kl_in": "reward", "kl": "k1", "kl_coef": 0.05}
+TOKEN_MEAN: dict[str, Any] = {"weighting": "token"}
 
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {},  # DeepSeekMath, arXiv 2402.03300
-    "dr_grpo": {"scale": "none", "weighting": "constant", "kl_coef": 0.0},  # arXiv 2503.20783
-    "dapo": {"weighting": "token", "clip_range_high": 0.28, "kl_coef": 0.0},  # arXiv 2503.14476
-    "gspo": {"ratio": "sequence", "clip_range": 3e-4, "clip_range_high": 4e-4, "kl_coef": 0.0},  # arXiv 2507.18071
+    "dr_grpo": {"scale": "none", "weighting": "constant", **NO_KL},  # 2503.20783
+    "dapo": {  # 2503.14476
+        "clip_range_high": 0.28,
+        "overlong_share": 0.2,
+        "resample_rounds": 4,
+        **TOKEN_MEAN,
+        **NO_KL,
+    },
+    "bnpo": {**TOKEN_MEAN, **NO_KL},  # as TRL names it
+    "lite_ppo": {"scale": "batch_std", **TOKEN_MEAN, **NO_KL},  # 2508.08221
+    "gspo": {"ratio": "sequence", "clip_range": 3e-4, "clip_range_high": 4e-4, **NO_KL},  # 2507.18071
+    "gspo_token": {"ratio": "sequence_token", "clip_range": 3e-4, "clip_range_high": 4e-4, **NO_KL},
+    "luspo": {  # 2602.05261
+        "ratio": "sequence",
+        "clip_range": 2e-3,
+        "clip_range_high": 2.5e-3,
+        "weighting": "sum",
+        **NO_KL,
+    },
+    "cispo": {"surrogate": "cispo", "clip_range": 1.0, "clip_range_high": 4.0, **TOKEN_MEAN, **NO_KL},  # 2510.13786
+    "cispo_clip": {"surrogate": "cispo", **TOKEN_MEAN, **NO_KL},  # 2506.13585, equation 5
+    "sapo": {"surrogate": "sapo", **NO_KL},  # 2511.20347
+    "gmpo": {"surrogate": "gmpo", "clip_range": 0.4, **NO_KL},  # 2507.20673
+    "vespo": {"surrogate": "vespo", "ratio": "sequence_product", **TOKEN_MEAN, **NO_KL},  # 2602.10693
+    "dppo_tv": {"surrogate": "dppo_tv", "clip_range": 0.15, **TOKEN_MEAN, **NO_KL},  # 2602.04879
+    "dppo_kl": {"surrogate": "dppo_kl", "clip_range": 0.05, **TOKEN_MEAN, **NO_KL},
+    "clip_cov": {  # 2505.22617
+        "selection": "clip_cov",
+        "selection_share": 2e-4,
+        "clip_range": 1.0,
+        **TOKEN_MEAN,
+        **NO_KL,
+    },
+    "kl_cov": {"selection": "kl_cov", "selection_share": 2e-3, "surrogate": "ratio", **TOKEN_MEAN, **NO_KL},
+    "rloo": {"baseline": "leave_one_out", "scale": "none", "ratio": "sequence_product", **IN_REWARD},  # 2402.14740
+    "reinforce++": {  # 2501.03262
+        "baseline": "none",
+        "scale": "none",
+        "credit": "token",
+        "whiten": "tokens",
+        "ddof": 1,
+        **TOKEN_MEAN,
+        **IN_REWARD,
+        "kl_coef": 0.01,
+    },
+    "reinforce++_baseline": {
+        "scale": "none",
+        "whiten": "tokens",
+        "ddof": 1,
+        "kl": "k2",
+        "kl_coef": 0.01,
+        **TOKEN_MEAN,
+    },
+    "remax": {  # 2310.10505
+        "baseline": "greedy",
+        "scale": "none",
+        "credit": "token",
+        "surrogate": "reinforce",
+        "weighting": "sum",
+        **IN_REWARD,
+    },
+    "opo": {  # 2505.23585
+        "baseline": "length_weighted",
+        "scale": "none",
+        "surrogate": "reinforce",
+        "weighting": "sum",
+        **NO_KL,
+    },
+    "gpg": {"scale": "signal_share", "surrogate": "reinforce", **TOKEN_MEAN, **NO_KL},  # 2504.02546
+    "maxrl": {"scale": "mean", **TOKEN_MEAN, **NO_KL},  # 2602.02710
+    "grpo_passk": {"baseline": "best_of_others", "ddof": 1, "eps": 1e-6},  # 2503.19595
+    "gdpo": {"per_part": True, "whiten": "samples", "ddof": 1, "eps": 1e-4},  # 2601.05242
+    "ppo": {  # 1707.06347, 1909.08593
+        "baseline": "critic",
+        "scale": "none",
+        "credit": "token",
+        "whiten": "tokens",
+        "ddof": 1,
+        **TOKEN_MEAN,
+        **IN_REWARD,
+    },
 }
 """By name, the parts in which a method differs from GRPO."""
