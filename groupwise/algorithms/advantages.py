@@ -80,8 +80,8 @@ def batch_advantages(
 ) -> list[list[float | None]]:
     """Advantages of all groups of one step: `group_advantages` of each, with `cfg`'s scale where it is a batch's.
 
-    `batch_std` divides by the deviation of all rewards of the batch (2508.08221); `signal_share` by the share of samples
-    in groups that carry a signal (GPG's 1/alpha, 2504.02546).
+    `batch_std` divides by the deviation of all rewards of the batch (2508.08221); `signal_share` by the share of
+    samples in groups that carry a signal (GPG's 1/alpha, 2504.02546).
 
     >>> lite = Algorithm(algorithm="lite_ppo", eps=0.0)
     >>> batch_advantages([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]], cfg=lite)
