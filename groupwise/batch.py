@@ -24,18 +24,21 @@ class Segment:
     """One continuation of a prompt, and what is known of its tokens.
 
     `trained` marks the tokens that are trained and scored (all by default): tool output inside a continuation is seen
-    but never trained. `weight` and `advantage` hold for each trained token; the log-prob tuples have one entry per
-    trained token.
+    but never trained. `weight` holds for each trained token; the sequences have one entry per trained token.
     """
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     trained: tuple[bool, ...] | None = None
     weight: float = 0.0
-    advantage: float = 0.0
+    advantages: Sequence[float] | None = None
     sampler_logps: Sequence[float] | None = None
     old_logps: Sequence[float] | None = None
+    entropies: Sequence[float] | None = None
     ref_logps: Sequence[float] | None = None
+    selected: Sequence[bool] | None = None
+    values: Sequence[float] | None = None
+    returns: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         assert self.prompt_ids and self.token_ids, "a segment continues a prompt of at least one token"
@@ -127,10 +130,10 @@ class Batch:
         assert len(joined) == len(self.target_T), "each segment needs one number per trained token"
         return torch.tensor(joined, dtype=torch.float32, device=self.device)
 
-    def split(self, values_T: Tensor) -> list[list[float]]:
-        """The inverse of `flat`: values of the trained tokens, one list per segment."""
+    def split(self, values_T: Tensor) -> list[tuple[float, ...]]:
+        """The inverse of `flat`: values of the trained tokens, one tuple per segment."""
         lengths = [s.trained_length for s in self.segments]
-        return [part.tolist() for part in values_T.detach().float().cpu().split(lengths)]
+        return [tuple(part.tolist()) for part in values_T.detach().float().cpu().split(lengths)]
 
 
 def pack(segments: Sequence[Segment], max_tokens: int, device: torch.device | str = "cpu") -> list[Batch]:

@@ -6,12 +6,12 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from groupwise.algorithms.presets import Algorithm, NonNegative
+from groupwise.algorithms.presets import GROUP_BASELINES, Algorithm, NonNegative
 from groupwise.rewards import BUILTIN_PARTS, RewardComposer, Verifier, load_part
 from groupwise.schema import Many, Strict, explain, nearest
 from groupwise.tasks import TaskConfig
@@ -67,11 +67,30 @@ class SamplingConfig(Strict):
         return Sampling(self.temperature, self.top_p, self.top_k, self.min_p, self.max_tokens)
 
 
+class CriticConfig(Strict):
+    """The critic of PPO; used with the baseline `critic` only."""
+
+    model: Literal["separate", "shared"] = "separate"
+    """A model of its own, which begins as a copy of the policy; or a value head on the policy itself."""
+    lr: NonNegative = 1e-5
+    """Learning rate of a separate critic; a shared one has the policy's."""
+    coef: NonNegative = 0.1
+    """Weight of the value loss in the loss of a policy that shares its model with the critic."""
+    clip_range: NonNegative | None = 0.2
+    """Values are trained only as far as this from where the update began; null turns it off."""
+
+
 class GRPOConfig(Algorithm, OptimConfig, SamplingConfig):
     """Everything that `GRPOTrainer` needs to know; `algorithm` names the method to start from."""
 
     group_size: int = 8
-    """Samples per prompt."""
+    """Samples per prompt; 1 is enough where the baseline does not compare them."""
+    critic: CriticConfig = CriticConfig()
+    reference_every: Annotated[int, Field(ge=0)] = 0
+    """Steps between refreshes of the KL's reference (R1: 400); 0 keeps the model that training starts from."""
+    reference_mix: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """What a refresh makes of the reference: mix * policy + (1 - mix) * reference. 1 replaces it; 0.01 with
+    `reference_every: 1` is a moving average."""
     ppo_epochs: Positive = 1
     """Passes over the rollouts of a step."""
     minibatches: Positive = 1
@@ -84,9 +103,18 @@ class GRPOConfig(Algorithm, OptimConfig, SamplingConfig):
 
     @field_validator("group_size")
     @classmethod
-    def _has_something_to_compare(cls, value: int) -> int:
-        if value < 2:
+    def _has_something_to_compare(cls, value: int, info: ValidationInfo) -> int:
+        if value < 2 and info.data.get("baseline") in GROUP_BASELINES:
             raise ValueError(f"must be >= 2, got {value}: an advantage compares the samples of one prompt")
+        if value < 1:
+            raise ValueError(f"must be >= 1, got {value}")
+        return value
+
+    @field_validator("reference_every")
+    @classmethod
+    def _has_a_reference(cls, value: int, info: ValidationInfo) -> int:
+        if value and info.data.get("kl_coef") == 0:
+            raise ValueError(f"must be 0 while kl_coef is 0, got {value}: there is no reference to refresh")
         return value
 
     @field_validator("temperature")
@@ -187,8 +215,33 @@ class SFTStage(TrainingStage, OptimConfig):
         return value
 
 
+class CurriculumConfig(Strict):
+    """Prompts drawn by how often the policy gets them right, from a fixed pool of the task's."""
+
+    pool: Positive = 1024
+    """Training prompts in the pool."""
+    easy_from: Share = 1.0
+    """A prompt of which at least this share of samples was right, when last drawn, is easy."""
+    hard_to: Share = 0.0
+    """A prompt of which at most this share was right is hard."""
+    easy_share: Share = 0.0
+    """Share of a step's prompts that are drawn from the easy ones."""
+    hard_share: Share = 0.1
+    """Share of a step's prompts that are drawn from the hard ones. The rest is neither, or was never drawn."""
+
+    @model_validator(mode="after")
+    def _leaves_something_between(self) -> Self:
+        if self.hard_to >= self.easy_from:
+            raise ValueError(f"hard_to {self.hard_to:g} must be below easy_from {self.easy_from:g}")
+        if self.easy_share + self.hard_share > 1:
+            raise ValueError(
+                f"easy_share {self.easy_share:g} and hard_share {self.hard_share:g} are more than 1 together"
+            )
+        return self
+
+
 class GRPOStage(TrainingStage, GRPOConfig):
-    """Reinforcement learning with group-relative advantages."""
+    """Reinforcement learning with group-relative advantages, or any other of `algorithm`'s."""
 
     kind: Literal["grpo"]
     steps: Positive
@@ -202,6 +255,27 @@ class GRPOStage(TrainingStage, GRPOConfig):
     eval_every: Annotated[int, Field(ge=0)] = 0
     """Steps between greedy evaluations on held-out prompts; 0 turns them off."""
     eval_prompts: Positive = 128
+    curriculum: CurriculumConfig | None = None
+    """Draw prompts by difficulty; by default as the task gives them."""
+
+    @model_validator(mode="after")
+    def _can_be_done(self) -> Self:
+        if self.lora is not None and self.reference_every and self.reference_mix != 1:
+            raise ValueError(
+                f"reference_mix must be 1 with lora, got {self.reference_mix:g}: adapters cannot be averaged"
+            )
+        if self.curriculum is not None and self.curriculum.pool < self.prompts_per_step:
+            raise ValueError(
+                f"curriculum.pool {self.curriculum.pool} is smaller than prompts_per_step {self.prompts_per_step}"
+            )
+        return self
+
+
+class PPOStage(GRPOStage):
+    """Proximal policy optimisation with a critic (arXiv 1707.06347): a `grpo` stage that starts from that preset."""
+
+    kind: Literal["ppo"]  # type: ignore[assignment]
+    algorithm: str = "ppo"
 
 
 class RejectStage(Stage, SamplingConfig):
@@ -233,8 +307,8 @@ class EvaluateStage(Stage, SamplingConfig):
     task: TaskConfig | None = None
 
 
-AnyStage = Annotated[SFTStage | GRPOStage | RejectStage | EvaluateStage, Field(discriminator="kind")]
-STAGE_KINDS = ("sft", "grpo", "reject", "evaluate")
+AnyStage = Annotated[SFTStage | GRPOStage | PPOStage | RejectStage | EvaluateStage, Field(discriminator="kind")]
+STAGE_KINDS = ("sft", "grpo", "ppo", "reject", "evaluate")
 
 
 # -- the recipe ----------------------------------------------------------------------------------------------------
@@ -336,7 +410,7 @@ def _reference_mistakes(stages: Sequence[AnyStage]) -> Iterator[str]:
         yield f"stages: two stages are called {name!r}; give each a name of its own"
     if BASE in names:
         yield f"stages: {BASE!r} is the name of the recipe's own model; call the stage something else"
-    makes = {s.name: {"sft": "model", "grpo": "model", "reject": "data"}.get(s.kind) for s in stages}
+    makes = {s.name: {"sft": "model", "grpo": "model", "ppo": "model", "reject": "data"}.get(s.kind) for s in stages}
     graph = {s.name: [p for _, p, _ in parents_of(s)] for s in stages}
     cycle = _find_cycle(graph)
     if cycle:

@@ -115,9 +115,9 @@ class Policy:
         return self.base.get_input_embeddings().weight.device
 
     @property
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """The trainable ones."""
-        return [p for p in self.model.parameters() if p.requires_grad]
+    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The trainable ones by name."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     @property
     def max_positions(self) -> int:
@@ -151,29 +151,55 @@ class Policy:
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def token_logprobs(
-        self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False
+        self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, detach_entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probs of the trained tokens, [T], and their entropies, [T], if asked for.
 
-        Log-softmax of logits / temperature over the full vocabulary, in float32. Only the trained tokens go through
-        the head, in chunks that are recomputed in the backward pass: no [T, V] tensor is kept.
+        Log-softmax of logits / temperature over the full vocabulary, in float32. An entropy that is only looked at is
+        cheaper without a gradient (`detach_entropy`).
         """
         if self.attention == "padded":
-            return self._padded_logprobs(batch, temperature, entropy)
-        hidden = self.hidden_states(batch.token_ids_F, batch.position_F, PackedLayout(batch))
+            row, column = _places(batch, self.device)
+            logits = self._padded_forward(batch).logits[row, column].float()
+            logps, entropies = _target_logprobs(logits, batch.target_T, temperature, entropy, detach_entropy)
+            return logps, entropies if entropy else None
+        hidden_TD = self.trained_hidden(batch)
+        return self.head_logprobs(
+            hidden_TD, batch.target_T, temperature=temperature, entropy=entropy, detach_entropy=detach_entropy
+        )
+
+    def trained_hidden(self, batch: Batch) -> Tensor:
+        """The last hidden state that predicts each trained token, [T, D]."""
+        if self.attention == "padded":
+            row, column = _places(batch, self.device)
+            return self._padded_forward(batch, output_hidden_states=True).hidden_states[-1][row, column]
+        return self.hidden_states(batch.token_ids_F, batch.position_F, PackedLayout(batch))[batch.source_T]
+
+    def head_logprobs(
+        self,
+        hidden_TD: Tensor,
+        target_T: Tensor,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        detach_entropy: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`token_logprobs` from hidden states: through the head in chunks that are recomputed in the backward pass.
+
+        Only trained tokens go through it, and no [T, V] tensor is kept.
+        """
 
         def chunk_logprobs(hidden_TD: Tensor, target_T: Tensor) -> tuple[Tensor, Tensor]:
-            return _target_logprobs(self.logits(hidden_TD), target_T, temperature, entropy)
+            return _target_logprobs(self.logits(hidden_TD), target_T, temperature, entropy, detach_entropy)
 
         vocabulary = self.base.get_output_embeddings().weight.shape[0]
         size = max(1, LOGITS_AT_ONCE // vocabulary)
         parts = []
-        for source, target in zip(batch.source_T.split(size), batch.target_T.split(size), strict=True):
-            chunk = hidden.index_select(0, source)
-            if len(batch.target_T) > size and torch.is_grad_enabled():
-                parts.append(checkpoint(chunk_logprobs, chunk, target, use_reentrant=False))
+        for hidden, target in zip(hidden_TD.split(size), target_T.split(size), strict=True):
+            if len(target_T) > size and torch.is_grad_enabled():
+                parts.append(checkpoint(chunk_logprobs, hidden, target, use_reentrant=False))
             else:
-                parts.append(chunk_logprobs(chunk, target))
+                parts.append(chunk_logprobs(hidden, target))
         logps, entropies = zip(*parts, strict=True)
         return torch.cat(logps), torch.cat(entropies) if entropy else None
 
@@ -182,22 +208,13 @@ class Policy:
         with self._autocast():
             return self.model(input_ids=token_ids_NL, use_cache=False).logits[:, -1].float()
 
-    def _padded_logprobs(self, batch: Batch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """The same from one right-padded row per segment, for any causal model whatever."""
+    def _padded_forward(self, batch: Batch, **options: Any) -> Any:
+        """The model's own forward on one right-padded row per segment, for any causal model whatever."""
         rows = [torch.tensor(s.prompt_ids + s.token_ids[:-1]) for s in batch.segments]
         token_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self.device)
         mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(r) for r in rows], batch_first=True).to(self.device)
         with self._autocast():
-            logits = self.model(input_ids=token_ids, attention_mask=mask, use_cache=False).logits
-        index = [
-            (n, len(s.prompt_ids) + t - 1)
-            for n, s in enumerate(batch.segments)
-            for t in range(len(s.token_ids))
-            if s.trained is None or s.trained[t]
-        ]
-        row, column = torch.tensor(index, device=self.device).unbind(1)
-        logps, entropies = _target_logprobs(logits[row, column].float(), batch.target_T, temperature, entropy)
-        return logps, entropies if entropy else None
+            return self.model(input_ids=token_ids, attention_mask=mask, use_cache=False, **options)
 
     def _autocast(self) -> Any:
         """Float32 weights compute in bfloat16 on a GPU; on a CPU bfloat16 is emulated, and slow."""
@@ -213,7 +230,9 @@ class Policy:
         ids = [i % vocabulary for i in (7, 11, 5, 3, 13, 2, 17, 19, 23, 29)]
         probe = Batch.of([Segment(prompt_ids=tuple(ids[:4]), token_ids=tuple(ids[k:])) for k in (4, 6, 9)], self.device)
         with torch.no_grad():
-            expected, _ = self._padded_logprobs(probe, 1.0, False)
+            self.attention = "padded"
+            expected, _ = self.token_logprobs(probe)
+            self.attention = "packed"
             try:
                 self.base.set_attn_implementation(ATTENTION)
                 if self.base.config._attn_implementation != ATTENTION:
@@ -256,7 +275,7 @@ class Policy:
 
     def trainable_state(self) -> dict[str, Tensor]:
         """The trainable weights by name: what a checkpoint must hold."""
-        return {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+        return {name: p.detach() for name, p in self.named_parameters.items()}
 
     def load_trainable_state(self, state: dict[str, Tensor]) -> None:
         own = self.trainable_state()
@@ -266,7 +285,21 @@ class Policy:
             weight.copy_(state[name])
 
 
-def _target_logprobs(logits: Tensor, target_T: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
+def _places(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(row, column) in padded rows of what predicts each trained token; both [T]."""
+    index = [
+        (n, len(s.prompt_ids) + t - 1)
+        for n, s in enumerate(batch.segments)
+        for t in range(len(s.token_ids))
+        if s.trained is None or s.trained[t]
+    ]
+    row, column = torch.tensor(index, device=device).unbind(1)
+    return row, column
+
+
+def _target_logprobs(
+    logits: Tensor, target_T: Tensor, temperature: float, entropy: bool, detach_entropy: bool
+) -> tuple[Tensor, Tensor]:
     """Log-probs of the targets and, if asked for, entropies (else nothing), from float32 logits [T, V]."""
     if temperature not in (0.0, 1.0):
         logits = logits / temperature
@@ -274,6 +307,8 @@ def _target_logprobs(logits: Tensor, target_T: Tensor, temperature: float, entro
     logps = logits.gather(1, target_T[:, None]).squeeze(1) - normaliser
     if not entropy:
         return logps, logps.new_empty(0)
+    if detach_entropy:
+        logits, normaliser = logits.detach(), normaliser.detach()
     shares = torch.exp(logits - normaliser[:, None])
     return logps, normaliser - (shares * logits).sum(1)
 

@@ -33,7 +33,7 @@ from groupwise.tasks import TaskConfig, make_task
 from groupwise.tasks.gsm8k import GSM8KConfig
 from groupwise.tasks.hub import HubConfig
 
-MODULES = {kind: f"groupwise.stages.{kind}" for kind in STAGE_KINDS}
+MODULES = {kind: f"groupwise.stages.{kind}" for kind in STAGE_KINDS} | {"ppo": "groupwise.stages.grpo"}
 """Where each kind of stage is implemented; imported when it runs, since it brings torch."""
 
 

@@ -5,7 +5,7 @@
       01-cold-start/                    one folder per stage, in order
         lineage.json                    what made it: parents, config, code, seed, all hashed
         metrics.jsonl                   one line per step, appended
-        rollouts/step-000012.parquet    every sample with its text, ids, log-probs, reward parts, advantage
+        rollouts/step-000012.parquet    every sample: text, ids, log-probs, reward parts, advantage
         checkpoints/step-000020/        to continue from; the newest two
         model/                          an ordinary Hugging Face folder
         DONE                            written last: whatever stands beside it is complete
@@ -201,13 +201,26 @@ class StageDir:
                 prompt = Prompt(
                     row["prompt_id"], tuple(json.loads(row["messages"])), row["answer"], json.loads(row["data"])
                 )
-                groups.append(Group(prompt, tuple(row["prompt_ids"]), []))
+                groups.append(Group(prompt, tuple(row["prompt_ids"]), [], row["greedy_reward"]))
             completion = Completion(
-                tuple(row["token_ids"]), tuple(row["logps"]), row["finish_reason"], row["policy_version"]
+                tuple(row["token_ids"]),
+                tuple(row["logps"]),
+                row["finish_reason"],
+                row["policy_version"],
+                _tuple(row["sampled"]),
             )
             reward = Reward(row["reward"], dict(row["reward_parts"]), dict(row["reward_errors"]))
-            groups[-1].rollouts.append(Rollout(completion, row["text"], reward, row["advantage"]))
+            scores = {name: _tuple(row[name]) for name in TOKEN_SCORES}
+            groups[-1].rollouts.append(Rollout(completion, row["text"], reward, row["advantage"], **scores))
         return groups
+
+
+TOKEN_SCORES = ("old_logps", "entropies", "ref_logps", "values")
+"""What a `Rollout` may know of each token beside the sampler's log-prob; float32 in the models, and so on disk."""
+
+
+def _tuple(values: list[Any] | None) -> tuple[Any, ...] | None:
+    return None if values is None else tuple(values)
 
 
 def _schema() -> Any:
@@ -225,12 +238,15 @@ def _schema() -> Any:
             "text": pa.string(),
             "token_ids": pa.list_(pa.int32()),
             "logps": pa.list_(pa.float32()),
+            "sampled": pa.list_(pa.bool_()),
             "finish_reason": pa.string(),
             "policy_version": pa.int64(),
             "reward": pa.float64(),
             "reward_parts": pa.map_(pa.string(), pa.float64()),
             "reward_errors": pa.map_(pa.string(), pa.string()),
+            "greedy_reward": pa.float64(),
             "advantage": pa.float64(),
+            **{name: pa.list_(pa.float32()) for name in TOKEN_SCORES},
         }
     )
 
@@ -247,10 +263,13 @@ def _row(group: Group, index: int, sample: int, rollout: Rollout) -> dict[str, A
         "text": rollout.text,
         "token_ids": rollout.completion.token_ids,
         "logps": rollout.completion.logps,
+        "sampled": rollout.completion.sampled,
         "finish_reason": rollout.completion.finish_reason,
         "policy_version": rollout.completion.policy_version,
         "reward": rollout.reward.total,
         "reward_parts": list(rollout.reward.parts.items()),
         "reward_errors": list(rollout.reward.errors.items()),
+        "greedy_reward": group.greedy_reward,
         "advantage": rollout.advantage,
+        **{name: getattr(rollout, name) for name in TOKEN_SCORES},
     }

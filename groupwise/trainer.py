@@ -5,35 +5,42 @@
 
 from __future__ import annotations
 
-import copy
 import time
 import warnings
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from groupwise.algorithms.advantages import group_advantages
+from groupwise.algorithms import credit
+from groupwise.algorithms.adaptive import Coefficients
+from groupwise.algorithms.credit import Credit
 from groupwise.algorithms.losses import policy_loss
 from groupwise.algorithms.presets import Algorithm
+from groupwise.algorithms.selection import select_tokens
 from groupwise.algorithms.weights import token_weights
 from groupwise.batch import Batch, Segment, pack
 from groupwise.config import GRPOConfig
+from groupwise.critic import Critic
 from groupwise.engines import Engine
 from groupwise.engines.local import LocalEngine
+from groupwise.metrics import Metrics, group_metrics, over_batches, over_steps, peak_memory
 from groupwise.model import Policy
 from groupwise.optim import Optimizer
+from groupwise.reference import Reference
 from groupwise.rewards import Scorer, as_reward
-from groupwise.rollout import collect
-from groupwise.types import Group, Message, Prompt, Rollout
-
-NOT_WIRED = ("per_part", "whiten", "credit", "selection", "kl_in", "kl_target", "entropy_target")
-"""Parts of an algorithm that the loss knows and the step does not."""
+from groupwise.rollout import Collected, collect
+from groupwise.types import Group, Message, Prompt, Rollout, stable_hash
 
 ModelSource: TypeAlias = str | Path | PreTrainedModel | Policy
+PromptSource: TypeAlias = str | Sequence[Message] | Prompt
+Refill: TypeAlias = Callable[[int, int], Sequence[Prompt]]
+"""(round, count) -> fresh prompts, for dynamic sampling; rounds count from 1."""
 
 
 class RewardOutageError(RuntimeError):
@@ -41,7 +48,7 @@ class RewardOutageError(RuntimeError):
 
 
 class GRPOTrainer:
-    """Group-relative policy optimisation (arXiv 2402.03300) of any causal language model.
+    """Group-relative policy optimisation (arXiv 2402.03300), and every other preset, of any causal language model.
 
     Args:
         model: a path, hub id, GGUF file, `builtin:tiny`, a loaded transformers model or a `Policy`.
@@ -71,8 +78,6 @@ class GRPOTrainer:
     ) -> None:
         if reward_model is None:
             raise ValueError("reward_model is needed: a RewardComposer, a callable or an object with .score()")
-        if unwired := [key for key in NOT_WIRED if getattr(config, key) != Algorithm.model_fields[key].default]:
-            raise ValueError(f"algorithm {config.algorithm!r} needs {', '.join(unwired)}, which no step computes yet")
         self.config = config
         self.policy = model if isinstance(model, Policy) else Policy.load(model, tokenizer=tokenizer)
         if config.max_tokens >= self.policy.max_positions:
@@ -81,19 +86,39 @@ class GRPOTrainer:
                 "positions of the model; lower max_tokens"
             )
         self.reward: Scorer = as_reward(reward_model)
+        self.part_weights: dict[str, float] | None = getattr(self.reward, "weights", None)
+        if config.per_part and self.part_weights is None:
+            raise ValueError("per_part compares reward parts one by one; reward_model must be a RewardComposer")
         self.engine: Engine = engine or LocalEngine(self.policy)
-        self.optimizer = Optimizer(self.policy.parameters, config, total_steps)
-        self.reference = self._frozen_reference(ref_model)
+        self.critic: Critic | None = None
+        parameters = self.policy.named_parameters
+        if config.baseline == "critic":
+            self.critic = Critic(self.policy, config.critic, config, total_steps)
+            parameters |= self.critic.named_parameters if self.critic.shares_policy else {}
+        self.optimizer = Optimizer(parameters, config, total_steps)
+        self.reference: Reference | None = None
+        if config.kl_coef > 0:
+            source = ref_model if ref_model is None or isinstance(ref_model, Policy) else self._load(ref_model)
+            self.reference = Reference(self.policy, source)
+        self.coefficients = Coefficients.of(config)
         self.step = 0
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The algorithm with its adaptive coefficients as they are now."""
+        return self.coefficients.applied_to(self.config)
 
     # -- the step ------------------------------------------------------------------------------------------------
 
-    def train_step(self, prompts: Iterable[str | Sequence[Message] | Prompt]) -> dict[str, float]:
-        """Sample, score, compute advantages, update: one GRPO step. Returns its metrics, named `phase/quantity`."""
-        groups, metrics = self.collect(prompts)
+    def train_step(self, prompts: Iterable[PromptSource], refill: Refill | None = None) -> Metrics:
+        """Sample, score, compute advantages, update: one step. Returns its metrics, named `phase/quantity`.
+
+        `refill(round, count)` gives fresh prompts where the algorithm replaces groups without signal (DAPO).
+        """
+        groups, metrics = self.collect(prompts, refill)
         return metrics | self.update(groups)
 
-    def collect(self, prompts: Iterable[str | Sequence[Message] | Prompt]) -> tuple[list[Group], dict[str, float]]:
+    def collect(self, prompts: Iterable[PromptSource], refill: Refill | None = None) -> tuple[list[Group], Metrics]:
         """The groups of the current step, advantages included, and the metrics of sampling and scoring.
 
         Raises:
@@ -106,61 +131,53 @@ class GRPOTrainer:
         asked = [Prompt.of(p) for p in prompts]
         if not asked:
             raise ValueError("a step needs at least one prompt, got none")
-        room = self.policy.max_positions - cfg.max_tokens
-        longest = room if cfg.max_prompt_tokens is None else min(room, cfg.max_prompt_tokens)
-        found = collect(
-            asked,
-            chat=self.policy.chat,
-            engine=self.engine,
-            reward=self.reward,
-            sampling=cfg.sampling,
-            group_size=cfg.group_size,
-            seed=(cfg.seed, self.step),
-            max_prompt_tokens=longest,
-        )
-        if not found.groups:
+        rounds = [self._sample(asked, 0)]
+        if not rounds[0].groups:
             raise ValueError(
-                f"all {len(found.too_long)} prompts of step {self.step} are longer than {longest} tokens; raise "
+                f"all {len(asked)} prompts of step {self.step} are longer than {self._longest_prompt} tokens; raise "
                 "max_prompt_tokens, or lower max_tokens to leave them room"
             )
-        self._stop_on_outage(found.groups)
-        for group in found.groups:
-            advantages_G = group_advantages(
-                group.rewards_G, baseline=cfg.baseline, scale=cfg.scale, ddof=cfg.ddof, eps=cfg.eps
-            )
-            for rollout, advantage in zip(group.rollouts, advantages_G, strict=True):
-                rollout.advantage = advantage
-        metrics = group_metrics(found.groups)
-        metrics["data/prompts_too_long"] = float(len(found.too_long))
-        metrics |= {"time/generate": found.generate_seconds, "time/score": found.score_seconds}
-        return found.groups, metrics
-
-    def update(self, groups: Sequence[Group]) -> dict[str, float]:
-        """`ppo_epochs` x `minibatches` optimiser steps on the groups of one step; returns the metrics of the update."""
+        if cfg.resample_rounds and refill is None:
+            warnings.warn("no refill is given: groups without signal are left out, not replaced", stacklevel=2)
+        for number in range(1, cfg.resample_rounds + 1):
+            missing = len(asked) - sum(credit.differs(g, cfg, cfg.max_tokens) for r in rounds for g in r.groups)
+            if refill is None or missing <= 0 or not (fresh := refill(number, missing)):
+                break
+            rounds.append(self._sample(fresh, number))
+        groups = [group for r in rounds for group in r.groups]
         start = time.perf_counter()
-        cfg = self.config
-        chunks = [[self._segments(g) for g in groups[i :: cfg.minibatches]] for i in range(cfg.minibatches)]
-        chunks = [chunk for chunk in chunks if chunk]
-        for chunk in chunks:
-            self._weigh(chunk)
-        if cfg.kl_coef == 0 and cfg.entropy_coef == 0:
-            # A group without signal has exactly no gradient. It was counted in the weights: the mean stays the mean.
-            chunks = [[group for group in chunk if any(s.advantage for s in group)] for chunk in chunks]
-        trained = [[s for group in chunk for s in group if s.weight] for chunk in chunks]
-        trained = [chunk for chunk in trained if chunk]
+        self._prepare(groups)
+        metrics = group_metrics(groups)
+        metrics["data/prompts_too_long"] = float(sum(len(r.too_long) for r in rounds))
+        metrics |= {
+            "time/generate": sum(r.generate_seconds for r in rounds),
+            "time/score": sum(r.score_seconds for r in rounds),
+            "time/logprobs": time.perf_counter() - start,
+        }
+        return groups, metrics
+
+    def update(self, groups: Sequence[Group]) -> Metrics:
+        """`ppo_epochs` x `minibatches` optimiser steps on the groups of one step; returns the metrics of the update.
+
+        What `collect` has found out about the groups is used, not found out again; groups of other origin are scored
+        first. Groups are the caller's: only their rollouts' scores and advantages are filled in.
+        """
+        start = time.perf_counter()
+        minibatches = self._minibatches(groups, self._prepare(groups))
+        trained = [s for minibatch in minibatches for s in minibatch]
         if not trained:
             warnings.warn("nothing to train in this step: every sample was masked or without signal", stacklevel=2)
-        everything = [s for chunk in trained for s in chunk]
-        if cfg.kl_coef > 0:
-            with self._as_reference() as reference:
-                self._score(reference, everything, "ref_logps")
-        if cfg.ppo_epochs * len(trained) > 1:
-            self._score(self.policy, everything, "old_logps")
-        steps = [self._optimizer_step(chunk) for _ in range(cfg.ppo_epochs) for chunk in trained]
+        steps = self._train_policy(minibatches)
+        metrics = over_steps(steps)
+        metrics |= {"update/steps": float(len(steps)), "tokens/trained": float(sum(s.trained_length for s in trained))}
+        if self.critic is not None and not self.critic.shares_policy:
+            metrics |= self._train_critic(self.critic, minibatches)
+        if self.critic is not None:
+            metrics["memory/critic_gb"] = self.critic.gigabytes
         self.step += 1
-        metrics = _mean_of(steps) if steps else {}
-        metrics["tokens/trained"] = float(sum(s.trained_length for s in everything))
+        metrics |= self._adapt(metrics, samples=sum(len(g.rollouts) for g in groups))
         metrics["time/update"] = time.perf_counter() - start
+        metrics["memory/peak_gb"] = peak_memory(self.policy.device)
         return metrics
 
     # -- state ---------------------------------------------------------------------------------------------------
@@ -171,98 +188,56 @@ class GRPOTrainer:
             "version": self.policy.version,
             "weights": self.policy.trainable_state(),
             "optimizer": self.optimizer.state_dict(),
+            "coefficients": self.coefficients.state_dict(),
+            "critic": None if self.critic is None else self.critic.state_dict(),
+            "reference": None if self.reference is None else self.reference.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.policy.load_trainable_state(state["weights"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self.coefficients.load_state_dict(state["coefficients"])
+        if self.critic is not None:
+            self.critic.load_state_dict(state["critic"])
+        if self.reference is not None:
+            self.reference.load_state_dict(state["reference"])
         self.step, self.policy.version = state["step"], state["version"]
 
-    # -- internals -----------------------------------------------------------------------------------------------
+    # -- sampling ------------------------------------------------------------------------------------------------
 
-    def _segments(self, group: Group) -> list[Segment]:
-        """The group's completions as they are trained; a sample without advantage is left out."""
-        return [
-            Segment(
-                prompt_ids=group.prompt_ids,
-                token_ids=r.completion.token_ids,
-                advantage=r.advantage,
-                trained=(False,) * len(r.completion.token_ids) if self._is_masked(r) else None,
-                sampler_logps=r.completion.logps,
-            )
-            for r in group.rollouts
-            if r.advantage is not None
-        ]
+    @property
+    def _longest_prompt(self) -> int:
+        room = self.policy.max_positions - self.config.max_tokens
+        return room if self.config.max_prompt_tokens is None else min(room, self.config.max_prompt_tokens)
 
-    def _is_masked(self, rollout: Rollout) -> bool:
-        return self.config.mask_truncated and rollout.completion.finish_reason == "length"
+    def _sample(self, prompts: Sequence[Prompt], number: int) -> Collected:
+        """One round of sampling: scored groups, with the reward of the greedy answer where that is the baseline."""
+        cfg = self.config
+        found = self._draw(prompts, number, greedy=False)
+        self._stop_on_outage(found.groups)
+        if cfg.baseline != "greedy" or not found.groups:
+            return found
+        greedy = self._draw([g.prompt for g in found.groups], number, greedy=True)
+        for group, answer in zip(found.groups, greedy.groups, strict=True):
+            group.greedy_reward = answer.rollouts[0].reward.total
+        return replace(
+            found,
+            generate_seconds=found.generate_seconds + greedy.generate_seconds,
+            score_seconds=found.score_seconds + greedy.score_seconds,
+        )
 
-    def _weigh(self, chunk: list[list[Segment]]) -> None:
-        """Set each segment's weight per token over the whole optimiser step."""
-        segments = [s for group in chunk for s in group]
-        lengths = [s.trained_length for s in segments]
-        weights = token_weights(lengths, self.config.weighting, self.config.max_tokens)
-        for segment, weight in zip(segments, weights, strict=True):
-            segment.weight = weight
-
-    def _score(self, policy: Policy, segments: list[Segment], name: str) -> None:
-        """Fill `ref_logps` or `old_logps` of the segments."""
-        with torch.inference_mode():
-            for batch in self._pack(segments):
-                logp_T, _ = policy.token_logprobs(batch, temperature=self.config.temperature)
-                for segment, logps in zip(batch.segments, batch.split(logp_T), strict=True):
-                    setattr(segment, name, logps)
-
-    def _optimizer_step(self, segments: list[Segment]) -> dict[str, float]:
-        parts: list[tuple[int, dict[str, float]]] = []
-        for batch in self._pack(segments):
-            logp_T, entropy_T = self.policy.token_logprobs(batch, temperature=self.config.temperature, entropy=True)
-            old_logp_T = batch.flat(s.old_logps for s in batch.segments)
-            if old_logp_T is None:  # the only optimiser step on these rollouts: the old policy is this one
-                old_logp_T = logp_T.detach()
-            sampler_logp_T = batch.flat(s.sampler_logps for s in batch.segments)
-            loss, metrics = policy_loss(
-                logp_T,
-                old_logp_T,
-                batch.per_token(s.advantage for s in batch.segments),
-                batch.per_token(s.weight for s in batch.segments),
-                cfg=self.config,
-                segment_T=batch.segment_T,
-                ref_logp_T=batch.flat(s.ref_logps for s in batch.segments),
-                sampler_logp_T=sampler_logp_T,
-                entropy_T=entropy_T,
-            )
-            loss.backward()
-            if sampler_logp_T is not None:
-                metrics["engine/logp_gap"] = float((old_logp_T - sampler_logp_T).abs().mean())
-            parts.append((len(batch.target_T), metrics))
-        metrics = _sum_up(parts) | self.optimizer.apply()
-        self.policy.version += 1
-        return metrics
-
-    def _pack(self, segments: list[Segment]) -> list[Batch]:
-        return pack(segments, self.config.max_batch_tokens, self.policy.device)
-
-    def _frozen_reference(self, ref_model: ModelSource | None) -> Policy | None:
-        if self.config.kl_coef == 0:
-            return None
-        if ref_model is None and self.policy.has_adapter:
-            return None  # the model with its adapter switched off
-        reference = self.policy
-        if isinstance(ref_model, Policy):
-            reference = ref_model
-        elif ref_model is not None:
-            reference = Policy.load(ref_model, tokenizer=self.policy.tokenizer)
-        if reference.base is self.policy.base:  # a copy, which does not move with the policy
-            reference = copy.copy(reference)
-            reference.base = reference.model = copy.deepcopy(self.policy.base)
-        reference.model.requires_grad_(False)
-        return reference
-
-    def _as_reference(self) -> AbstractContextManager[Policy]:
-        if self.reference is not None:
-            return nullcontext(self.reference)
-        return self.policy.adapter_off()
+    def _draw(self, prompts: Sequence[Prompt], number: int, greedy: bool) -> Collected:
+        cfg = self.config
+        return collect(
+            prompts,
+            chat=self.policy.chat,
+            engine=self.engine,
+            reward=self.reward,
+            sampling=replace(cfg.sampling, temperature=0.0) if greedy else cfg.sampling,
+            group_size=1 if greedy else cfg.group_size,
+            seed=(cfg.seed, self.step, number) if number else (cfg.seed, self.step),
+            max_prompt_tokens=self._longest_prompt,
+        )
 
     def _stop_on_outage(self, groups: Sequence[Group]) -> None:
         rewards = [r.reward for g in groups for r in g.rollouts]
@@ -274,52 +249,238 @@ class GRPOTrainer:
                 f"{self.config.max_failed_rewards}: {'; '.join(list(reasons)[:3])}"
             )
 
+    # -- credit --------------------------------------------------------------------------------------------------
 
-def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """What a step's groups say before any update. A part that nobody could be given has no entry."""
-    rollouts = [r for g in groups for r in g.rollouts]
-    if not rollouts:
-        return {"group/count": 0.0}
-    metrics: dict[str, float] = {}
-    values: dict[str, list[float | None]] = {"reward/total": [r.reward.total for r in rollouts]}
-    for name in dict.fromkeys(n for r in rollouts for n in r.reward.parts):
-        values[f"reward/{name}"] = [r.reward.parts.get(name) for r in rollouts]
-    for name, column in values.items():
-        scored = [v for v in column if v is not None]
-        if scored:
-            metrics[name] = sum(scored) / len(scored)
-    lengths = [len(r.completion.token_ids) for r in rollouts]
-    return metrics | {
-        "reward/failed": sum(r.reward.total is None for r in rollouts) / len(rollouts),
-        "group/count": float(len(groups)),
-        "group/no_signal": sum(not g.has_signal for g in groups) / len(groups),
-        "rollout/length": sum(lengths) / len(lengths),
-        "rollout/truncated": sum(r.completion.finish_reason == "length" for r in rollouts) / len(rollouts),
-        "tokens/sampled": float(sum(lengths)),
-    }
+    def _prepare(self, groups: Sequence[Group]) -> list[list[Credit | None]]:
+        """Find out what the algorithm needs to know of the samples' tokens, and give the samples their advantages.
 
-
-def _sum_up(parts: list[tuple[int, dict[str, float]]]) -> dict[str, float]:
-    """Metrics of one optimiser step from (trained tokens, metrics) of its micro-batches.
-
-    Losses add up, maxima are maxima, the rest are means over tokens.
-    """
-    tokens = sum(n for n, _ in parts)
-    total = {}
-    for name in parts[0][1]:
-        values = [m[name] for _, m in parts]
-        if name.startswith("loss/"):
-            total[name] = sum(values)
-        elif name.endswith("_max"):
-            total[name] = max(values)
+        Groups that will not be trained are not scored, unless their scores decide that.
+        """
+        cfg = self.algorithm
+        if cfg.credits_by_model:
+            self._score(groups)
+        credits_PG = credit.assign(groups, cfg, max_tokens=self.config.max_tokens, part_weights=self.part_weights)
+        for group, credits_G in zip(groups, credits_PG, strict=True):
+            for rollout, given in zip(group.rollouts, credits_G, strict=True):
+                rollout.advantage = None if given is None else given.advantage
+        if cfg.scores_every_group:
+            self._score(groups)
         else:
-            total[name] = sum(n * v for (n, _), v in zip(parts, values, strict=True)) / tokens
-    return total
+            self._score([g for g, credits_G in zip(groups, credits_PG, strict=True) if any(map(_moves, credits_G))])
+        return credits_PG
+
+    def _score(self, groups: Sequence[Group]) -> None:
+        """Fill in what is not known yet of the tokens: under the old policy, under the reference, by the critic."""
+        cfg = self.config
+        samples = [
+            (g, r) for g in groups for r in g.rollouts if r.reward.total is not None and credit.trained_length(r, cfg)
+        ]
+        penalised = cfg.kl_coef > 0 and cfg.kl_in == "reward"
+        if cfg.ppo_epochs * cfg.minibatches > 1 or penalised or cfg.selection != "all":
+            for (_, r), logps, entropies in self._scores(self.policy, [s for s in samples if s[1].old_logps is None]):
+                r.old_logps, r.entropies = logps, entropies
+        if self.reference is not None:
+            with self.reference.scoring() as reference:
+                for (_, r), logps, _ in self._scores(reference, [s for s in samples if s[1].ref_logps is None]):
+                    r.ref_logps = logps
+        if self.critic is not None:
+            self._fill_values(self.critic, [s for s in samples if s[1].values is None])
+
+    def _scores(
+        self, policy: Policy, samples: Sequence[tuple[Group, Rollout]]
+    ) -> list[tuple[tuple[Group, Rollout], tuple[float, ...], tuple[float, ...] | None]]:
+        """Each sample with the log-probs of its tokens, and their entropies where the algorithm selects by them."""
+        entropy = self.config.selection == "top_entropy"
+        found: list[tuple[tuple[float, ...], tuple[float, ...] | None]] = []
+        with torch.inference_mode():
+            for batch in self._pack([_segment(g, r) for g, r in samples]):
+                logp_T, entropy_T = policy.token_logprobs(batch, temperature=self.config.temperature, entropy=entropy)
+                entropies = batch.split(entropy_T) if entropy_T is not None else [None] * len(batch.segments)
+                found += zip(batch.split(logp_T), entropies, strict=True)
+        return [(sample, *scores) for sample, scores in zip(samples, found, strict=True)]
+
+    def _fill_values(self, critic: Critic, samples: Sequence[tuple[Group, Rollout]]) -> None:
+        """The critic's value before each token, and after the last: 0 at a true end, the critic's own at a cut."""
+        segments = [_segment(g, r, beyond=r.completion.finish_reason == "length") for g, r in samples]
+        with torch.inference_mode():
+            values = [v for batch in self._pack(segments) for v in batch.split(critic.values(batch))]
+        for (_, rollout), found in zip(samples, values, strict=True):
+            rollout.values = found if rollout.completion.finish_reason == "length" else (*found, 0.0)
+
+    # -- update --------------------------------------------------------------------------------------------------
+
+    def _minibatches(
+        self, groups: Sequence[Group], credits_PG: Sequence[Sequence[Credit | None]]
+    ) -> list[list[Segment]]:
+        """The segments of each optimiser step of an epoch, weighed; without what has no gradient."""
+        cfg = self.algorithm
+        chosen = list(zip(groups, credits_PG, strict=True))
+        if cfg.resample_rounds:
+            chosen = [(g, credits_G) for g, credits_G in chosen if any(map(_moves, credits_G))]
+        parts = [
+            [
+                [_trained(group, r, c, cfg) for r, c in zip(group.rollouts, credits_G, strict=True) if c is not None]
+                for group, credits_G in chosen[i :: self.config.minibatches]
+            ]
+            for i in range(self.config.minibatches)
+        ]
+        for part in parts:
+            self._weigh(list(chain.from_iterable(part)))
+        if cfg.selection != "all":
+            self._select([s for part in parts for group in part for s in group if s.weight])
+        if not cfg.needs_every_group:
+            # A group without signal has exactly no gradient. It was counted in the weights: the mean stays the mean.
+            parts = [[group for group in part if any(any(s.advantages or ()) for s in group)] for part in parts]
+        minibatches = [[s for group in part for s in group if s.weight] for part in parts]
+        return [m for m in minibatches if m]
+
+    def _weigh(self, segments: list[Segment]) -> None:
+        """Set each segment's weight per token over the whole optimiser step."""
+        lengths = [s.trained_length for s in segments]
+        weights = token_weights(lengths, self.config.weighting, self.config.max_tokens)
+        for segment, weight in zip(segments, weights, strict=True):
+            segment.weight = weight
+
+    def _select(self, segments: list[Segment]) -> None:
+        """Mark the tokens that the algorithm treats apart, over all of the step's."""
+        if not segments:
+            return
+        logp_T, advantage_T, entropy_T = (
+            torch.tensor([v for row in rows for v in row or ()], dtype=torch.float64)
+            for rows in zip(*((s.old_logps, s.advantages, s.entropies) for s in segments), strict=True)
+        )
+        seed = stable_hash(self.config.seed, self.step, "selection")
+        selected_T = select_tokens(
+            self.algorithm, logp_T=logp_T, advantage_T=advantage_T, entropy_T=entropy_T, seed=seed
+        )
+        for segment, selected in zip(segments, selected_T.split([s.trained_length for s in segments]), strict=True):
+            segment.selected = selected.tolist()
+
+    def _train_policy(self, minibatches: Sequence[list[Segment]]) -> list[Metrics]:
+        """The metrics of each optimiser step; fewer than planned where the KL from the old policy ends the epochs."""
+        steps: list[Metrics] = []
+        for _ in range(self.config.ppo_epochs):
+            for minibatch in minibatches:
+                metrics = self._accumulate(minibatch)
+                if self.config.kl_stop is not None and metrics["policy/kl_old"] > self.config.kl_stop:
+                    self.optimizer.forget_gradients()
+                    return steps
+                steps.append(metrics | self.optimizer.apply())
+                self.policy.version += 1
+                self.coefficients.follow_entropy(self.config, metrics["policy/entropy"])
+        return steps
+
+    def _accumulate(self, segments: list[Segment]) -> Metrics:
+        """The gradient of one optimiser step, and its metrics."""
+        cfg = self.algorithm
+        parts: list[tuple[int, Metrics]] = []
+        for batch in self._pack(segments):
+            logp_T, entropy_T, value_T = self._forward(batch, detach_entropy=cfg.entropy_coef == 0)
+            old_logp_T = batch.flat(s.old_logps for s in batch.segments)
+            weight_T = batch.per_token(s.weight for s in batch.segments)
+            advantage_T = batch.flat(s.advantages for s in batch.segments)
+            selected_T = batch.flat(s.selected for s in batch.segments)
+            assert advantage_T is not None
+            loss, metrics = policy_loss(
+                logp_T,
+                logp_T.detach() if old_logp_T is None else old_logp_T,  # the only step: the old policy is this one
+                advantage_T,
+                weight_T,
+                cfg=cfg,
+                segment_T=batch.segment_T,
+                ref_logp_T=batch.flat(s.ref_logps for s in batch.segments),
+                sampler_logp_T=batch.flat(s.sampler_logps for s in batch.segments),
+                entropy_T=entropy_T,
+                selected_T=None if selected_T is None else selected_T.bool(),
+            )
+            if self.critic is not None and value_T is not None:
+                critic_loss, critic_metrics = self.critic.loss(value_T, batch, weight_T)
+                loss = loss + self.config.critic.coef * critic_loss
+                metrics |= critic_metrics
+            loss.backward()
+            parts.append((len(batch.target_T), metrics))
+        return over_batches(parts)
+
+    def _forward(self, batch: Batch, detach_entropy: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Log-probs, entropies and, where the critic is the policy's own head, values of the trained tokens."""
+        temperature = self.config.temperature
+        if self.critic is None or not self.critic.shares_policy:
+            logp_T, entropy_T = self.policy.token_logprobs(
+                batch, temperature=temperature, entropy=True, detach_entropy=detach_entropy
+            )
+            return logp_T, entropy_T, None
+        hidden_TD = self.policy.trained_hidden(batch)
+        logp_T, entropy_T = self.policy.head_logprobs(
+            hidden_TD, batch.target_T, temperature=temperature, entropy=True, detach_entropy=detach_entropy
+        )
+        return logp_T, entropy_T, self.critic.values_of(hidden_TD)
+
+    def _train_critic(self, critic: Critic, minibatches: Sequence[list[Segment]]) -> Metrics:
+        """As many optimiser steps of a separate critic as the policy was given."""
+        assert critic.optimizer is not None
+        start = time.perf_counter()
+        steps = []
+        for _ in range(self.config.ppo_epochs):
+            for minibatch in minibatches:
+                parts = []
+                for batch in self._pack(minibatch):
+                    loss, metrics = critic.loss(
+                        critic.values(batch), batch, batch.per_token(s.weight for s in batch.segments)
+                    )
+                    loss.backward()
+                    parts.append((len(batch.target_T), metrics))
+                norm = critic.optimizer.apply()["update/grad_norm"]
+                steps.append(over_batches(parts) | {"value/grad_norm": norm})
+        return over_steps(steps) | {"time/critic": time.perf_counter() - start}
+
+    def _adapt(self, metrics: Metrics, samples: int) -> Metrics:
+        """After a step: let the coefficients and the reference follow the policy."""
+        cfg = self.config
+        if "policy/kl_ref" in metrics:
+            self.coefficients.follow_kl(cfg, metrics["policy/kl_ref"], samples)
+        if self.reference is not None and cfg.reference_every and self.step % cfg.reference_every == 0:
+            self.reference.refresh(cfg.reference_mix)
+        adapted = {"update/kl_coef": self.coefficients.kl} if cfg.kl_target is not None else {}
+        return adapted | ({"update/entropy_coef": self.coefficients.entropy} if cfg.entropy_target is not None else {})
+
+    # -- helpers -------------------------------------------------------------------------------------------------
+
+    def _load(self, source: str | Path | PreTrainedModel) -> Policy:
+        return Policy.load(source, tokenizer=self.policy.tokenizer)
+
+    def _pack(self, segments: list[Segment]) -> list[Batch]:
+        return pack(segments, self.config.max_batch_tokens, self.policy.device)
 
 
-def _mean_of(steps: list[dict[str, float]]) -> dict[str, float]:
-    """Metrics of a GRPO step from those of its optimiser steps: maxima are maxima, the rest are means."""
-    return {
-        name: max(s[name] for s in steps) if name.endswith("_max") else sum(s[name] for s in steps) / len(steps)
-        for name in steps[0]
-    }
+def _moves(given: Credit | None) -> bool:
+    """Whether a sample's credit moves the policy: an advantage other than 0 on a token that is trained."""
+    return given is not None and any(given.advantages)
+
+
+def _segment(group: Group, rollout: Rollout, beyond: bool = False) -> Segment:
+    """A sample to be scored; `beyond` asks for one number more, of what follows its last token."""
+    completion = rollout.completion
+    trained = completion.sampled
+    if beyond:
+        trained = (*((True,) * len(completion.token_ids) if trained is None else trained), True)
+    return Segment(prompt_ids=group.prompt_ids, token_ids=completion.token_ids + (0,) * beyond, trained=trained)
+
+
+def _trained(group: Group, rollout: Rollout, given: Credit, cfg: Algorithm) -> Segment:
+    """A sample as it is trained: with its credit and all that is known of its tokens; masked, it has no token."""
+    completion = rollout.completion
+    if not given.advantages:
+        nothing = (False,) * len(completion.token_ids)
+        return Segment(prompt_ids=group.prompt_ids, token_ids=completion.token_ids, trained=nothing)
+    return Segment(
+        prompt_ids=group.prompt_ids,
+        token_ids=completion.token_ids,
+        trained=completion.sampled,
+        advantages=given.advantages,
+        sampler_logps=completion.sampled_logps,
+        old_logps=rollout.old_logps,
+        entropies=rollout.entropies,
+        ref_logps=rollout.ref_logps,
+        values=None if rollout.values is None else rollout.values[:-1],
+        returns=given.returns,
+    )

@@ -104,13 +104,35 @@ class Completion:
     """What an engine returns for one sample: exactly the ids that were sampled, the stop token included.
 
     `logps[t]` is the log-prob of `token_ids[t]` at the sampling temperature over the full vocabulary;
-    `policy_version` counts the optimiser steps of the weights that sampled it.
+    `policy_version` counts the optimiser steps of the weights that sampled it. In a sample of several turns, `sampled`
+    is False for the tokens that a tool or the environment wrote: they are attended to and never trained, and their
+    entries of `logps` mean nothing.
+
+    >>> Completion((5, 6, 7), (-0.5, 0.0, -0.25), "stop", sampled=(True, False, True)).sampled_length
+    2
     """
 
     token_ids: tuple[int, ...]
     logps: tuple[float, ...]
     finish_reason: FinishReason
     policy_version: int = 0
+    sampled: tuple[bool, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.sampled is not None and len(self.sampled) != len(self.token_ids):
+            raise ValueError(f"sampled needs {len(self.token_ids)} entries, one per token, got {len(self.sampled)}")
+
+    @property
+    def sampled_length(self) -> int:
+        """Tokens that the policy itself wrote."""
+        return len(self.token_ids) if self.sampled is None else sum(self.sampled)
+
+    @property
+    def sampled_logps(self) -> tuple[float, ...]:
+        """The log-probs of the tokens that the policy itself wrote."""
+        if self.sampled is None:
+            return self.logps
+        return tuple(logp for logp, sampled in zip(self.logps, self.sampled, strict=True) if sampled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,25 +150,38 @@ class Reward:
 
 @dataclass(slots=True)
 class Rollout:
-    """One completion with its text as the rewards saw it, its reward and its advantage.
+    """One completion with its text as the rewards saw it, its reward, its advantage and what models make of its tokens.
 
     `text` begins with the assistant text that the chat template prefilled (such as `<think>`), if any, and holds no
-    end or padding token. `advantage` is `None` until computed, and stays `None` for a sample that could not be scored.
+    end or padding token. `advantage` is `None` until computed, and stays `None` for a sample that could not be scored;
+    where tokens are credited one by one it is their mean.
+
+    The rest is there if the algorithm looks at it, one number per token that the policy wrote: log-probs and entropies
+    under the policy that the update starts from, log-probs under the reference, and the critic's values, which have one
+    number more: what follows the last token, 0 at a true end.
     """
 
     completion: Completion
     text: str
     reward: Reward
     advantage: float | None = None
+    old_logps: tuple[float, ...] | None = None
+    entropies: tuple[float, ...] | None = None
+    ref_logps: tuple[float, ...] | None = None
+    values: tuple[float, ...] | None = None
 
 
 @dataclass(slots=True)
 class Group:
-    """A prompt and its G rollouts: the unit that advantages are computed in, and that is never split."""
+    """A prompt and its G rollouts: the unit that advantages are computed in, and that is never split.
+
+    `greedy_reward` is the reward of the greedy answer to the prompt, where the algorithm compares with it.
+    """
 
     prompt: Prompt
     prompt_ids: tuple[int, ...]
     rollouts: list[Rollout]
+    greedy_reward: float | None = None
 
     @property
     def rewards_G(self) -> list[float | None]:

@@ -63,7 +63,7 @@ def test_numbers_of_segments_and_of_tokens() -> None:
     assert flat is not None
     assert flat.tolist() == pytest.approx([0.1, 0.2, 0.3])
     assert batch.flat([[0.1, 0.2], None]) is None
-    assert batch.split(torch.tensor([1.0, 2.0, 3.0])) == [[1.0, 2.0], [3.0]]
+    assert batch.split(torch.tensor([1.0, 2.0, 3.0])) == [(1.0, 2.0), (3.0,)]
 
 
 def test_pack_keeps_to_the_budget_and_repeats_the_prompt_of_a_group_that_is_cut() -> None:

@@ -140,7 +140,7 @@ def test_the_head_in_chunks_equals_the_head_at_once(tokens_at_once, policy, monk
         logps, entropies = policy.token_logprobs(batch, temperature=0.7, entropy=True)
         assert entropies is not None
         ((logps + 0.3 * entropies) * weight).sum().backward()
-        return logps.detach(), entropies.detach(), [p.grad.clone() for p in policy.parameters]
+        return logps.detach(), entropies.detach(), [p.grad.clone() for p in policy.named_parameters.values()]
 
     whole = run()
     monkeypatch.setattr(model_module, "LOGITS_AT_ONCE", len(policy.tokenizer) * tokens_at_once)
@@ -175,9 +175,9 @@ def test_only_trained_tokens_go_through_the_head_and_no_logits_are_kept(policy, 
 
 def test_the_builtin_model_is_drawn_from_its_seed() -> None:
     one, same, other = (Policy.load("builtin:tiny", seed=s, device="cpu") for s in (1, 1, 2))
-    pairs = zip(one.parameters, same.parameters, strict=True)
+    pairs = zip(one.named_parameters.values(), same.named_parameters.values(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
-    assert not torch.equal(one.parameters[0], other.parameters[0])
+    assert not torch.equal(one.named_parameters.values()[0], other.named_parameters.values()[0])
     assert one.attention == "packed"
 
 
@@ -193,7 +193,7 @@ def test_loading_leaves_the_random_state_alone() -> None:
 def test_a_saved_folder_is_an_ordinary_model(lora, llama, tokenizer, tmp_path, naive_logprobs) -> None:
     policy = Policy(llama(), tokenizer, lora=lora)
     with torch.no_grad():
-        for weight in policy.parameters:  # an adapter begins at zero effect: move it
+        for weight in policy.named_parameters.values():  # an adapter begins at zero effect: move it
             weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)))
     expected, _ = policy.token_logprobs(Batch.of(some_segments()))
     policy.save(tmp_path / "model")
@@ -236,7 +236,7 @@ def test_the_reference_under_an_adapter_is_the_model_without_it(llama, tokenizer
     policy = Policy(llama(), tokenizer, lora=LoRA(rank=4, alpha=8))
     assert all("lora_" in name for name in policy.trainable_state())
     with torch.no_grad():
-        for weight in policy.parameters:
+        for weight in policy.named_parameters.values():
             weight.add_(0.2)
     batch = Batch.of(some_segments())
     base = naive_logprobs(plain_copy(llama()), some_segments())

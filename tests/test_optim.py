@@ -37,9 +37,9 @@ def test_a_falling_schedule_needs_the_number_of_steps() -> None:
 def test_first_step_of_adamw_by_hand() -> None:
     """The first AdamW step moves each weight by the learning rate against the sign of its gradient."""
     weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
-    optimizer = Optimizer([weight], OptimConfig(lr=0.1, warmup_steps=2, max_grad_norm=0.0))
+    optimizer = Optimizer({"weight": weight}, OptimConfig(lr=0.1, warmup_steps=2, max_grad_norm=0.0))
     weight.grad = torch.tensor([3.0, -4.0])
-    assert optimizer.apply() == {"update/grad_norm": 5.0, "update/lr": 0.05}
+    assert optimizer.apply() == {"update/grad_norm": 5.0, "update/lr": 0.05, "grad_norm/weight": 5.0}
     assert weight.tolist() == pytest.approx([0.95, -1.95], abs=1e-6)
     assert weight.grad is None
     assert optimizer.steps == 1
@@ -47,7 +47,7 @@ def test_first_step_of_adamw_by_hand() -> None:
 
 def test_weight_decay_is_decoupled() -> None:
     weight = torch.nn.Parameter(torch.tensor([1.0]))
-    optimizer = Optimizer([weight], OptimConfig(lr=0.1, weight_decay=0.5))
+    optimizer = Optimizer({"weight": weight}, OptimConfig(lr=0.1, weight_decay=0.5))
     weight.grad = torch.tensor([2.0])
     optimizer.apply()
     assert weight.item() == pytest.approx(1.0 * (1 - 0.1 * 0.5) - 0.1, abs=1e-6)
@@ -56,7 +56,7 @@ def test_weight_decay_is_decoupled() -> None:
 @pytest.mark.parametrize(("limit", "kept"), [(1.0, [0.6, -0.8]), (0.0, [3.0, -4.0]), (10.0, [3.0, -4.0])])
 def test_gradients_are_scaled_down_to_the_limit(limit: float, kept: list[float]) -> None:
     weight = torch.nn.Parameter(torch.zeros(2))
-    optimizer = Optimizer([weight], OptimConfig(lr=0.1, max_grad_norm=limit))
+    optimizer = Optimizer({"weight": weight}, OptimConfig(lr=0.1, max_grad_norm=limit))
     weight.grad = torch.tensor([3.0, -4.0])
     assert optimizer.apply()["update/grad_norm"] == 5.0
     first_moment = optimizer.adamw.state[weight]["exp_avg"]  # a tenth of the gradient that was used
@@ -67,7 +67,7 @@ def test_gradients_are_scaled_down_to_the_limit(limit: float, kept: list[float])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_gradient_that_is_no_number_changes_nothing(bad: float, limit: float) -> None:
     weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
-    optimizer = Optimizer([weight], OptimConfig(lr=0.1, max_grad_norm=limit))
+    optimizer = Optimizer({"weight": weight}, OptimConfig(lr=0.1, max_grad_norm=limit))
     weight.grad = torch.tensor([1.0, bad])
     with pytest.raises(FloatingPointError, match="optimiser step 0; weights unchanged"):
         optimizer.apply()
@@ -81,4 +81,4 @@ def test_a_gradient_that_is_no_number_changes_nothing(bad: float, limit: float) 
 
 def test_nothing_to_train_is_an_error() -> None:
     with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
-        Optimizer([], OptimConfig())
+        Optimizer({}, OptimConfig())

@@ -122,6 +122,8 @@ class Algorithm(Strict):
     """Give the bonus only while the entropy is at or below this, and adapt its weight (Skywork-OR1, 2505.22312)."""
     entropy_step: NonNegative = 0.005
     """How far the adaptive weight moves per optimiser step."""
+    kl_stop: Positive | None = None
+    """End the epochs over a step's rollouts once the KL from the old policy, per token, exceeds this."""
 
     # -- stale, mismatched and truncated samples -------------------------------------------------------------------
     sampler_correction: SamplerCorrection = "none"
@@ -167,15 +169,24 @@ class Algorithm(Strict):
         return self.baseline in GROUP_BASELINES
 
     @property
-    def uses_reference(self) -> bool:
-        return self.kl_coef > 0
+    def credits_by_model(self) -> bool:
+        """Whether advantages depend on what models make of the tokens, and not on the rewards alone."""
+        return self.baseline == "critic" or (self.kl_coef > 0 and self.kl_in == "reward")
 
     @property
     def needs_every_group(self) -> bool:
         """Whether a group without advantage still has a gradient, from the KL, the entropy or a penalty."""
         loss_kl = self.kl_coef > 0 and self.kl_in == "loss"
-        bonus = self.entropy_coef > 0 or self.entropy_target is not None
-        return loss_kl or bonus or self.selection == "kl_cov"
+        return loss_kl or self.gives_entropy_bonus or self.selection == "kl_cov" or self.baseline == "critic"
+
+    @property
+    def scores_every_group(self) -> bool:
+        """Whether the tokens of groups without advantage count: they are trained, or others are chosen among them."""
+        return self.needs_every_group or self.selection != "all"
+
+    @property
+    def gives_entropy_bonus(self) -> bool:
+        return self.entropy_coef > 0 or self.entropy_target is not None
 
 
 def _impossible(cfg: Algorithm) -> Iterator[str]:
@@ -190,6 +201,10 @@ def _impossible(cfg: Algorithm) -> Iterator[str]:
         yield "baseline 'critic' values every token, so it needs credit: token"
     if cfg.credit == "token" and cfg.scale != "none":
         yield f"credit 'token' adds up rewards along the sequence unscaled; set scale: none, got {cfg.scale!r}"
+    if cfg.credit == "token" and cfg.whiten == "samples":
+        yield "credit 'token' gives each token an advantage of its own; set whiten: tokens"
+    if cfg.per_part and cfg.credit == "token":
+        yield "per_part adds up advantages of whole samples; set credit: sequence"
     if cfg.per_part and not cfg.compares_groups:
         yield f"per_part compares the parts within a group, which baseline {cfg.baseline!r} does not"
     if cfg.per_part and cfg.kl_coef > 0 and cfg.kl_in == "reward":

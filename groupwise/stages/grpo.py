@@ -1,15 +1,21 @@
-"""Reinforcement learning with group-relative advantages."""
+"""Reinforcement learning: the stages `grpo` and `ppo`, which differ in the preset that they start from."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from groupwise.config import GRPOStage
+from groupwise.curriculum import Curriculum
+from groupwise.metrics import group_metrics
 from groupwise.stages import StageContext
 from groupwise.stages.evaluate import greedy_accuracy
 from groupwise.stages.training import train
-from groupwise.trainer import GRPOTrainer, group_metrics
+from groupwise.tasks import Task
+from groupwise.trainer import GRPOTrainer
+from groupwise.types import Prompt, stable_hash
 
 
 def run(ctx: StageContext) -> dict[str, Any]:
@@ -30,6 +36,7 @@ def run(ctx: StageContext) -> dict[str, Any]:
         config=config,
         total_steps=cfg.steps * cfg.ppo_epochs * cfg.minibatches,
     )
+    source = PromptSource(task, seed, _curriculum(cfg, task, seed))
     held_out = task.sample(cfg.eval_prompts, seed=ctx.seed, split="test") if cfg.eval_every else []
     advised: set[str] = set()
 
@@ -37,10 +44,18 @@ def run(ctx: StageContext) -> dict[str, Any]:
         start = time.perf_counter()
         groups = ctx.dir.load_rollouts(step)
         if groups and groups[0].rollouts[0].completion.policy_version == policy.version:
-            metrics = group_metrics(groups) | {"data/prompts_too_long": float(cfg.prompts_per_step - len(groups))}
+            metrics = group_metrics(groups) | {
+                "data/prompts_too_long": float(max(0, cfg.prompts_per_step - len(groups)))
+            }
         else:
-            groups, metrics = trainer.collect(task.sample(cfg.prompts_per_step, seed=(seed, step)))
+            groups, metrics = trainer.collect(
+                source.draw(step, 0, cfg.prompts_per_step),
+                refill=lambda number, count: source.draw(step, number, count),
+            )
             ctx.dir.save_rollouts(step, groups)
+        if source.curriculum is not None:
+            source.curriculum.record(groups)
+            metrics |= source.curriculum.metrics()
         metrics |= trainer.update(groups)
         seconds = time.perf_counter() - start
         metrics |= {"time/step": seconds, "tokens/per_second": metrics.get("tokens/sampled", 0.0) / seconds}
@@ -52,10 +67,49 @@ def run(ctx: StageContext) -> dict[str, Any]:
                 ctx.progress.note(f"{cfg.name}: {advice}")
         return metrics
 
-    last = train(ctx, trainer, cfg.steps, take_step)
+    last = train(ctx, _State(trainer, source.curriculum), cfg.steps, take_step)
     with ctx.dir.new_folder("model") as folder:
         policy.save(folder)
     return {"steps": cfg.steps, **{k: last[k] for k in ("reward/total", "reward/correctness") if k in last}}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSource:
+    """The prompts of a stage, as a function of the step and the round of sampling within it."""
+
+    task: Task
+    seed: int
+    curriculum: Curriculum | None
+
+    def draw(self, step: int, number: int, count: int) -> Sequence[Prompt]:
+        """`count` prompts of one round: round 0 is the step's own, later ones replace groups without signal."""
+        if self.curriculum is not None:
+            return self.curriculum.pick(count, (self.seed, step, number))
+        seed = self.seed if number == 0 else stable_hash(self.seed, "refill", number) % 2**31
+        return self.task.sample(count, seed=(seed, step))
+
+
+def _curriculum(cfg: GRPOStage, task: Task, seed: int) -> Curriculum | None:
+    if cfg.curriculum is None:
+        return None
+    return Curriculum(cfg.curriculum, task.sample(cfg.curriculum.pool, seed=(seed, 0)))
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What a checkpoint of the stage holds."""
+
+    trainer: GRPOTrainer
+    curriculum: Curriculum | None
+
+    def state_dict(self) -> dict[str, Any]:
+        pools = None if self.curriculum is None else self.curriculum.state_dict()
+        return {**self.trainer.state_dict(), "curriculum": pools}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.trainer.load_state_dict(state)
+        if self.curriculum is not None:
+            self.curriculum.load_state_dict(state["curriculum"])
 
 
 def _advice(cfg: GRPOStage, step: int, metrics: dict[str, float]) -> list[str]:

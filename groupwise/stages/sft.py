@@ -36,7 +36,7 @@ def run(ctx: StageContext) -> dict[str, Any]:
         ctx.progress.note(f"{cfg.name}: {dropped} of {len(examples)} examples are longer than the model and left out")
     per_epoch = -(-len(segments) // cfg.batch_size)
     total = per_epoch * cfg.epochs
-    state = _State(policy, Optimizer(policy.parameters, cfg, total))
+    state = _State(policy, Optimizer(policy.named_parameters, cfg, total))
 
     def take_step(step: int) -> dict[str, float]:
         epoch, place = divmod(step, per_epoch)

@@ -61,7 +61,8 @@ def steps_of(run: Path) -> dict[str, int]:
 
 
 def without_times(rows: list[dict]) -> list[dict]:
-    return [{k: v for k, v in row.items() if not k.startswith("time") and k != "tokens/per_second"} for row in rows]
+    measured = ("time", "memory/", "tokens/per_second")
+    return [{k: v for k, v in row.items() if not k.startswith(measured)} for row in rows]
 
 
 @pytest.fixture(scope="module")
