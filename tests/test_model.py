@@ -177,7 +177,7 @@ def test_the_builtin_model_is_drawn_from_its_seed() -> None:
     one, same, other = (Policy.load("builtin:tiny", seed=s, device="cpu") for s in (1, 1, 2))
     pairs = zip(one.named_parameters.values(), same.named_parameters.values(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
-    assert not torch.equal(one.named_parameters.values()[0], other.named_parameters.values()[0])
+    assert not torch.equal(*(next(iter(p.named_parameters.values())) for p in (one, other)))
     assert one.attention == "packed"
 
 
