@@ -1,4 +1,4 @@
-"""The command line: run, check, eval, chat, score. Imports what a command needs when it runs, so that --help is quick.
+"""The command line. Imports what a command needs when it runs, so that --help is quick.
 
 Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted.
 """
@@ -72,6 +72,10 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--temperature", type=float, default=0.0)
     chat.add_argument("--max-tokens", type=_count, default=256)
     chat.set_defaults(command=_chat)
+
+    algorithms = commands.add_parser("algorithms", help="the presets and their parts, or one of them in full")
+    algorithms.add_argument("name", nargs="?", help="show every part of this preset")
+    algorithms.set_defaults(command=_algorithms)
 
     score = commands.add_parser("score", help="score JSONL rows {prompt, response, answer} with the rewards")
     score.add_argument("file", type=Path)
@@ -200,6 +204,37 @@ def _chat(options: argparse.Namespace) -> None:
             return
         if text.strip():
             print(answer(text))
+
+
+def _algorithms(options: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from groupwise.algorithms.presets import PRESETS, Algorithm
+    from groupwise.schema import nearest
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160
+    if options.name is not None:
+        if options.name not in PRESETS:
+            raise ValueError(
+                f"no preset is called {options.name!r}{nearest(options.name, PRESETS)}; known: {', '.join(PRESETS)}"
+            )
+        cfg = Algorithm(algorithm=options.name)
+        table = Table("part", "value", "what it is", title=f"{options.name} ({PRESETS[options.name].paper})")
+        for key, field in Algorithm.model_fields.items():
+            own = "bold" if key in PRESETS[options.name].parts else ""
+            table.add_row(key, str(getattr(cfg, key)), field.description, style=own)
+        console.print(table)
+        return
+    table = Table("preset", "paper", "parts in which it differs from grpo")
+    for name, preset in PRESETS.items():
+        parts = ", ".join(f"{key} {value}" for key, value in preset.parts.items())
+        table.add_row(
+            name, preset.paper, parts or "baseline mean, scale std, ratio token, clip 0.2, k3 0.04 in the loss"
+        )
+    console.print(table)
 
 
 def _score(options: argparse.Namespace) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -149,7 +150,7 @@ class Algorithm(Strict):
             return given
         if name not in PRESETS:
             raise ValueError(f"algorithm must be one of {', '.join(PRESETS)}, got {name!r}{nearest(name, PRESETS)}")
-        return {**PRESETS[name], **given}
+        return {**PRESETS[name].parts, **given}
 
     @model_validator(mode="after")
     def _refuse_what_cannot_work(self) -> Algorithm:
@@ -234,92 +235,79 @@ def _impossible(cfg: Algorithm) -> Iterator[str]:
         yield f"resample_rounds looks for groups whose rewards differ, which baseline {cfg.baseline!r} does not need"
 
 
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A named method: where it comes from, and the parts in which it differs from GRPO."""
+
+    paper: str
+    """arXiv id, or where else it was described."""
+    parts: Mapping[str, Any]
+
+
 NO_KL: dict[str, Any] = {"kl_coef": 0.0}
 IN_REWARD: dict[str, Any] = {"kl_in": "reward", "kl": "k1", "kl_coef": 0.05}
 TOKEN_MEAN: dict[str, Any] = {"weighting": "token"}
+ON_POLICY: dict[str, Any] = {"scale": "none", "surrogate": "reinforce", "weighting": "sum"}
+ALONG_TOKENS: dict[str, Any] = {"scale": "none", "credit": "token", "whiten": "tokens", "ddof": 1, **TOKEN_MEAN}
 
-PRESETS: dict[str, dict[str, Any]] = {
-    "grpo": {},  # DeepSeekMath, arXiv 2402.03300
-    "dr_grpo": {"scale": "none", "weighting": "constant", **NO_KL},  # 2503.20783
-    "dapo": {  # 2503.14476
-        "clip_range_high": 0.28,
-        "overlong_share": 0.2,
-        "resample_rounds": 4,
-        **TOKEN_MEAN,
-        **NO_KL,
-    },
-    "bnpo": {**TOKEN_MEAN, **NO_KL},  # as TRL names it
-    "lite_ppo": {"scale": "batch_std", **TOKEN_MEAN, **NO_KL},  # 2508.08221
-    "gspo": {"ratio": "sequence", "clip_range": 3e-4, "clip_range_high": 4e-4, **NO_KL},  # 2507.18071
-    "gspo_token": {"ratio": "sequence_token", "clip_range": 3e-4, "clip_range_high": 4e-4, **NO_KL},
-    "luspo": {  # 2602.05261
-        "ratio": "sequence",
-        "clip_range": 2e-3,
-        "clip_range_high": 2.5e-3,
-        "weighting": "sum",
-        **NO_KL,
-    },
-    "cispo": {"surrogate": "cispo", "clip_range": 1.0, "clip_range_high": 4.0, **TOKEN_MEAN, **NO_KL},  # 2510.13786
-    "cispo_clip": {"surrogate": "cispo", **TOKEN_MEAN, **NO_KL},  # 2506.13585, equation 5
-    "sapo": {"surrogate": "sapo", **NO_KL},  # 2511.20347
-    "gmpo": {"surrogate": "gmpo", "clip_range": 0.4, **NO_KL},  # 2507.20673
-    "vespo": {"surrogate": "vespo", "ratio": "sequence_product", **TOKEN_MEAN, **NO_KL},  # 2602.10693
-    "dppo_tv": {"surrogate": "dppo_tv", "clip_range": 0.15, **TOKEN_MEAN, **NO_KL},  # 2602.04879
-    "dppo_kl": {"surrogate": "dppo_kl", "clip_range": 0.05, **TOKEN_MEAN, **NO_KL},
-    "clip_cov": {  # 2505.22617
-        "selection": "clip_cov",
-        "selection_share": 2e-4,
-        "clip_range": 1.0,
-        **TOKEN_MEAN,
-        **NO_KL,
-    },
-    "kl_cov": {"selection": "kl_cov", "selection_share": 2e-3, "surrogate": "ratio", **TOKEN_MEAN, **NO_KL},
-    "rloo": {"baseline": "leave_one_out", "scale": "none", "ratio": "sequence_product", **IN_REWARD},  # 2402.14740
-    "reinforce++": {  # 2501.03262
-        "baseline": "none",
-        "scale": "none",
-        "credit": "token",
-        "whiten": "tokens",
-        "ddof": 1,
-        **TOKEN_MEAN,
-        **IN_REWARD,
-        "kl_coef": 0.01,
-    },
-    "reinforce++_baseline": {
-        "scale": "none",
-        "whiten": "tokens",
-        "ddof": 1,
-        "kl": "k2",
-        "kl_coef": 0.01,
-        **TOKEN_MEAN,
-    },
-    "remax": {  # 2310.10505
-        "baseline": "greedy",
-        "scale": "none",
-        "credit": "token",
-        "surrogate": "reinforce",
-        "weighting": "sum",
-        **IN_REWARD,
-    },
-    "opo": {  # 2505.23585
-        "baseline": "length_weighted",
-        "scale": "none",
-        "surrogate": "reinforce",
-        "weighting": "sum",
-        **NO_KL,
-    },
-    "gpg": {"scale": "signal_share", "surrogate": "reinforce", **TOKEN_MEAN, **NO_KL},  # 2504.02546
-    "maxrl": {"scale": "mean", **TOKEN_MEAN, **NO_KL},  # 2602.02710
-    "grpo_passk": {"baseline": "best_of_others", "ddof": 1, "eps": 1e-6},  # 2503.19595
-    "gdpo": {"per_part": True, "whiten": "samples", "ddof": 1, "eps": 1e-4},  # 2601.05242
-    "ppo": {  # 1707.06347, 1909.08593
-        "baseline": "critic",
-        "scale": "none",
-        "credit": "token",
-        "whiten": "tokens",
-        "ddof": 1,
-        **TOKEN_MEAN,
-        **IN_REWARD,
-    },
+PRESETS: dict[str, Preset] = {
+    name: Preset(paper, parts)
+    for name, paper, parts in (
+        ("grpo", "2402.03300", {}),
+        ("dr_grpo", "2503.20783", {"scale": "none", "weighting": "constant", **NO_KL}),
+        (
+            "dapo",
+            "2503.14476",
+            {"clip_range_high": 0.28, "overlong_share": 0.2, "resample_rounds": 4, **TOKEN_MEAN, **NO_KL},
+        ),
+        ("bnpo", "TRL's name", {**TOKEN_MEAN, **NO_KL}),
+        ("lite_ppo", "2508.08221", {"scale": "batch_std", **TOKEN_MEAN, **NO_KL}),
+        ("gspo", "2507.18071", {"ratio": "sequence", "clip_range": 3e-4, "clip_range_high": 4e-4, **NO_KL}),
+        ("gspo_token", "2507.18071", {"ratio": "sequence_token", "clip_range": 3e-4, "clip_range_high": 4e-4, **NO_KL}),
+        (
+            "luspo",
+            "2602.05261",
+            {"ratio": "sequence", "clip_range": 2e-3, "clip_range_high": 2.5e-3, "weighting": "sum", **NO_KL},
+        ),
+        (
+            "cispo",
+            "2510.13786",
+            {"surrogate": "cispo", "clip_range": 1.0, "clip_range_high": 4.0, **TOKEN_MEAN, **NO_KL},
+        ),
+        ("cispo_clip", "2506.13585", {"surrogate": "cispo", **TOKEN_MEAN, **NO_KL}),
+        ("sapo", "2511.20347", {"surrogate": "sapo", **NO_KL}),
+        ("gmpo", "2507.20673", {"surrogate": "gmpo", "clip_range": 0.4, **NO_KL}),
+        ("vespo", "2602.10693", {"surrogate": "vespo", "ratio": "sequence_product", **TOKEN_MEAN, **NO_KL}),
+        ("dppo_tv", "2602.04879", {"surrogate": "dppo_tv", "clip_range": 0.15, **TOKEN_MEAN, **NO_KL}),
+        ("dppo_kl", "2602.04879", {"surrogate": "dppo_kl", "clip_range": 0.05, **TOKEN_MEAN, **NO_KL}),
+        (
+            "clip_cov",
+            "2505.22617",
+            {"selection": "clip_cov", "selection_share": 2e-4, "clip_range": 1.0, **TOKEN_MEAN, **NO_KL},
+        ),
+        (
+            "kl_cov",
+            "2505.22617",
+            {"selection": "kl_cov", "selection_share": 2e-3, "surrogate": "ratio", **TOKEN_MEAN, **NO_KL},
+        ),
+        (
+            "rloo",
+            "2402.14740",
+            {"baseline": "leave_one_out", "scale": "none", "ratio": "sequence_product", **IN_REWARD},
+        ),
+        ("reinforce++", "2501.03262", {"baseline": "none", **ALONG_TOKENS, **IN_REWARD, "kl_coef": 0.01}),
+        (
+            "reinforce++_baseline",
+            "2501.03262",
+            {"scale": "none", "whiten": "tokens", "ddof": 1, "kl": "k2", "kl_coef": 0.01, **TOKEN_MEAN},
+        ),
+        ("remax", "2310.10505", {"baseline": "greedy", "credit": "token", **ON_POLICY, **IN_REWARD}),
+        ("opo", "2505.23585", {"baseline": "length_weighted", **ON_POLICY, **NO_KL}),
+        ("gpg", "2504.02546", {"scale": "signal_share", "surrogate": "reinforce", **TOKEN_MEAN, **NO_KL}),
+        ("maxrl", "2602.02710", {"scale": "mean", **TOKEN_MEAN, **NO_KL}),
+        ("grpo_passk", "2503.19595", {"baseline": "best_of_others", "ddof": 1, "eps": 1e-6}),
+        ("gdpo", "2601.05242", {"per_part": True, "whiten": "samples", "ddof": 1, "eps": 1e-4}),
+        ("ppo", "1707.06347", {"baseline": "critic", **ALONG_TOKENS, **IN_REWARD}),
+    )
 }
-"""By name, the parts in which a method differs from GRPO."""
+"""By name, where a method comes from and in which parts it differs from GRPO."""
