@@ -253,7 +253,8 @@ def _expectation(
             if lengths_G is None:
                 raise ValueError("baseline 'length_weighted' needs lengths_G, the tokens of each sample")
             pairs = [(r, n) for r, n in zip(rewards_G, lengths_G, strict=True) if r is not None]
-            weighted = math.fsum(r * n for r, n in pairs) / sum(n for _, n in pairs)
+            total = sum(n for _, n in pairs)
+            weighted = math.fsum(r * n for r, n in pairs) / total if total else mean
             return lambda r: weighted
         case "best_of_others":
             best, second = sorted(scored, reverse=True)[:2]

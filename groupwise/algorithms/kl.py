@@ -32,7 +32,8 @@ def estimate(logp_T: Tensor, ref_logp_T: Tensor, kind: KLKind = "k3") -> Tensor:
         case "k2":
             return 0.5 * d_T.square()
         case "k3":
-            return torch.exp(d_T.clamp(max=EXPONENT_CAP)) - d_T - 1
+            held_T = d_T - (d_T - EXPONENT_CAP).clamp(min=0).detach()  # the value is held, the gradient keeps its sign
+            return torch.exp(held_T) - d_T - 1
     raise ValueError(f"kl must be one of k1, k2, k3, got {kind!r}")
 
 

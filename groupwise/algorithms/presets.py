@@ -129,7 +129,8 @@ class Algorithm(Strict):
     # -- stale, mismatched and truncated samples -------------------------------------------------------------------
     sampler_correction: SamplerCorrection = "none"
     """Weigh the surrogate by exp(old - sampler log-prob), per token or as the product over the sequence, where sampler
-    and trainer differ: truncated into [sampler_floor, sampler_cap], or masked to 0 outside."""
+    and trainer differ: truncated into [sampler_floor, sampler_cap], or masked to 0 outside. `vespo` takes the mismatch
+    into its own weight as it is."""
     sampler_cap: Positive = 2.0
     sampler_floor: NonNegative = 0.0
     off_policy_limit: NonNegative | None = None
@@ -216,6 +217,8 @@ def _impossible(cfg: Algorithm) -> Iterator[str]:
         yield f"surrogate {cfg.surrogate!r} starts from token ratios; set ratio: token, got {cfg.ratio!r}"
     if cfg.surrogate == "vespo" and cfg.ratio != "sequence_product":
         yield f"surrogate 'vespo' weighs whole sequences; set ratio: sequence_product, got {cfg.ratio!r}"
+    if cfg.surrogate == "gmpo" and cfg.selection == "top_entropy":
+        yield "surrogate 'gmpo' trains a sequence by one mean over its tokens; set selection: all"
     if cfg.dual_clip is not None and cfg.surrogate != "clip":
         yield f"dual_clip bounds the clipped surrogate, not {cfg.surrogate!r}; set dual_clip: null"
     if cfg.dual_clip is not None and cfg.dual_clip <= cfg.clip_bounds[1]:
@@ -283,7 +286,14 @@ PRESETS: dict[str, Preset] = {
         (
             "clip_cov",
             "2505.22617",
-            {"selection": "clip_cov", "selection_share": 2e-4, "clip_range": 1.0, **TOKEN_MEAN, **NO_KL},
+            {
+                "selection": "clip_cov",
+                "selection_share": 2e-4,
+                "clip_range": 1.0,
+                "dual_clip": 10.0,
+                **TOKEN_MEAN,
+                **NO_KL,
+            },
         ),
         (
             "kl_cov",

@@ -90,7 +90,7 @@ def cispo(x: Tokens, cfg: Algorithm) -> tuple[Tensor, Tensor]:
 def sapo(x: Tokens, cfg: Algorithm) -> tuple[Tensor, Tensor]:
     """-(4/tau) sigmoid(tau (rho - 1)) A: a soft gate instead of a clip (arXiv 2511.20347)."""
     positive, other = cfg.sapo_temperatures
-    tau = torch.where(x.advantage > 0, positive, other)
+    tau = torch.where(x.advantage > 0, x.logp.new_tensor(positive), x.logp.new_tensor(other))
     gate = torch.sigmoid(tau * (x.ratio - 1)) * 4 / tau
     return -gate * x.advantage, torch.zeros_like(x.live)
 
@@ -111,10 +111,10 @@ def gmpo(x: Tokens, cfg: Algorithm) -> tuple[Tensor, Tensor]:
 def vespo(x: Tokens, cfg: Algorithm) -> tuple[Tensor, Tensor]:
     """-sg(w^k exp(lambda (1 - w))) A logp, w the ratio of the whole sequence (arXiv 2602.10693).
 
-    The sampler's mismatch, where it is corrected for, is part of w.
+    The sampler's mismatch, where it is corrected for, is part of w: raw, since w has bounds of its own.
     """
     k, lam = (
-        torch.where(x.advantage >= 0, positive, negative).to(x.logp)
+        torch.where(x.advantage >= 0, x.logp.new_tensor(positive), x.logp.new_tensor(negative))
         for positive, negative in zip(cfg.vespo_positive, cfg.vespo_negative, strict=True)
     )
     log_w = (x.log_ratio + x.sequence_sum(x.sampler_gap)).clamp(LOG_TINY, EXPONENT_CAP)
