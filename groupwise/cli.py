@@ -208,6 +208,7 @@ def _chat(options: argparse.Namespace) -> None:
 
 def _algorithms(options: argparse.Namespace) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from groupwise.algorithms.presets import PRESETS, Algorithm
@@ -225,7 +226,7 @@ def _algorithms(options: argparse.Namespace) -> None:
         table = Table("part", "value", "what it is", title=f"{options.name} ({PRESETS[options.name].paper})")
         for key, field in Algorithm.model_fields.items():
             own = "bold" if key in PRESETS[options.name].parts else ""
-            table.add_row(key, str(getattr(cfg, key)), field.description, style=own)
+            table.add_row(key, str(getattr(cfg, key)), escape(field.description or ""), style=own)
         console.print(table)
         return
     table = Table("preset", "paper", "parts in which it differs from grpo")

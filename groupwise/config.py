@@ -87,7 +87,8 @@ class GRPOConfig(Algorithm, OptimConfig, SamplingConfig):
     """Samples per prompt; 1 is enough where the baseline does not compare them."""
     critic: CriticConfig = CriticConfig()
     reference_every: Annotated[int, Field(ge=0)] = 0
-    """Steps between refreshes of the KL's reference (R1: 400); 0 keeps the model that training starts from."""
+    """Steps between refreshes of the KL's reference; 0 keeps the model that training starts from. R1 refreshed it after
+    400 optimiser steps, of which a step here may hold several."""
     reference_mix: Annotated[float, Field(gt=0, le=1)] = 1.0
     """What a refresh makes of the reference: mix * policy + (1 - mix) * reference. 1 replaces it; 0.01 with
     `reference_every: 1` is a moving average."""

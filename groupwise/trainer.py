@@ -300,12 +300,12 @@ class GRPOTrainer:
         return [(sample, *scores) for sample, scores in zip(samples, found, strict=True)]
 
     def _fill_values(self, critic: Critic, samples: Sequence[tuple[Group, Rollout]]) -> None:
-        """The critic's value before each token, and after the last: 0 at a true end, the critic's own at a cut."""
-        segments = [_segment(g, r, beyond=r.completion.finish_reason == "length") for g, r in samples]
+        """The critic's value before each token, and 0 after the last: a reward judges a cut answer as it stands."""
         with torch.inference_mode():
-            values = [v for batch in self._pack(segments) for v in batch.split(critic.values(batch))]
+            batches = self._pack([_segment(g, r) for g, r in samples])
+            values = [v for batch in batches for v in batch.split(critic.values(batch))]
         for (_, rollout), found in zip(samples, values, strict=True):
-            rollout.values = found if rollout.completion.finish_reason == "length" else (*found, 0.0)
+            rollout.values = (*found, 0.0)
 
     # -- update --------------------------------------------------------------------------------------------------
 
@@ -457,13 +457,10 @@ def _moves(given: Credit | None) -> bool:
     return given is not None and any(given.advantages)
 
 
-def _segment(group: Group, rollout: Rollout, beyond: bool = False) -> Segment:
-    """A sample to be scored; `beyond` asks for one number more, of what follows its last token."""
+def _segment(group: Group, rollout: Rollout) -> Segment:
+    """A sample to be scored."""
     completion = rollout.completion
-    trained = completion.sampled
-    if beyond:
-        trained = (*((True,) * len(completion.token_ids) if trained is None else trained), True)
-    return Segment(prompt_ids=group.prompt_ids, token_ids=completion.token_ids + (0,) * beyond, trained=trained)
+    return Segment(prompt_ids=group.prompt_ids, token_ids=completion.token_ids, trained=completion.sampled)
 
 
 def _trained(group: Group, rollout: Rollout, given: Credit, cfg: Algorithm) -> Segment:

@@ -158,7 +158,7 @@ class Rollout:
 
     The rest is there if the algorithm looks at it, one number per token that the policy wrote: log-probs and entropies
     under the policy that the update starts from, log-probs under the reference, and the critic's values, which have one
-    number more: what follows the last token, 0 at a true end.
+    number more: what follows the last token, 0 at the end of an answer.
     """
 
     completion: Completion

@@ -77,7 +77,7 @@ class Algorithm(Strict):
     clip_range: NonNegative = 0.2
     """The ratio is clipped below at 1 - clip_range, and above at 1 + clip_range unless clip_range_high is set. From 1
     up there is no lower bound (R1 trained with 10). `gmpo` clips log-ratios; `dppo` bounds probability differences
-    (`dppo_tv`) or divergences (`dppo_kl`)."""
+    (`dppo_tv`) or divergences (`dppo_kl`); `sapo`, `vespo`, `ratio` and `reinforce` clip nothing."""
     clip_range_high: NonNegative | None = None
     """The upper clip range where it differs from the lower one (DAPO's clip-higher)."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
@@ -116,7 +116,7 @@ class Algorithm(Strict):
     kl_target: Positive | None = None
     """Adapt kl_coef after every step so that the KL per token nears this (arXiv 1909.08593)."""
     kl_horizon: Positive = 10_000.0
-    """Samples over which the adaptive coefficient moves by up to 20 % of the relative error."""
+    """The adaptive coefficient moves by (relative error, at most 20 %) * samples / kl_horizon per step."""
     entropy_coef: NonNegative = 0.0
     """Weight of an entropy bonus; with `entropy_target`, where the adaptive weight starts."""
     entropy_target: NonNegative | None = None
@@ -137,7 +137,7 @@ class Algorithm(Strict):
     """Do not train a sequence of negative advantage whose log-probs fell by more than this per token on average since
     it was sampled (DeepSeek-V3.2's off-policy sequence mask, arXiv 2512.02556)."""
     mask_truncated: bool = False
-    """Do not train completions that were cut off (they still count in their group's mean)."""
+    """Do not train completions that were cut off (they still count in their group's baseline)."""
     resample_rounds: Annotated[int, Field(ge=0)] = 0
     """Dynamic sampling (DAPO): replace groups without signal by fresh prompts, in up to this many more rounds, and
     leave those without signal out of the averages. 0 turns it off."""
@@ -234,6 +234,10 @@ def _impossible(cfg: Algorithm) -> Iterator[str]:
         yield "kl_target adapts kl_coef, which must start above 0"
     if cfg.sampler_floor > cfg.sampler_cap:
         yield f"sampler_floor {cfg.sampler_floor:g} is above sampler_cap {cfg.sampler_cap:g}"
+    if cfg.scale == "signal_share" and cfg.resample_rounds > 0:
+        yield "scale 'signal_share' makes up for groups without signal, which are then left out; set resample_rounds: 0"
+    if cfg.baseline == "greedy" and cfg.overlong_share > 0:
+        yield "baseline 'greedy' is a reward without the overlong penalty; set overlong_share: 0"
     if cfg.resample_rounds > 0 and not cfg.compares_groups:
         yield f"resample_rounds looks for groups whose rewards differ, which baseline {cfg.baseline!r} does not need"
 

@@ -9,15 +9,23 @@ from groupwise.types import Completion, Sampling
 
 
 class ScriptedEngine:
-    """Answers each (request, sample number) with the ids that `script` gives for it, all at log-prob 0."""
+    """Answers each (request, sample number) with what `script` gives for it.
 
-    def __init__(self, script: Callable[[Request, int], Sequence[int]], stop_ids: Sequence[int] = ()) -> None:
+    That is a `Completion`, or only its ids, which are then all at log-prob 0.
+    """
+
+    def __init__(
+        self, script: Callable[[Request, int], Sequence[int] | Completion], stop_ids: Sequence[int] = ()
+    ) -> None:
         self.script, self.stop_ids = script, frozenset(stop_ids)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
         return [[self._complete(request, n, sampling) for n in request.samples] for request in requests]
 
     def _complete(self, request: Request, sample: int, sampling: Sampling) -> Completion:
-        ids = tuple(self.script(request, sample))[: sampling.max_tokens]
+        answer = self.script(request, sample)
+        if isinstance(answer, Completion):
+            return answer
+        ids = tuple(answer)[: sampling.max_tokens]
         stopped = bool(ids) and ids[-1] in self.stop_ids
         return Completion(ids, (0.0,) * len(ids), "stop" if stopped else "length")
