@@ -20,7 +20,7 @@ threads: 1
 task: {kind: arithmetic, digits: 1}
 rewards: {correctness: 1.0, format: 0.2}
 stages:
-  - {name: cold, kind: sft, data: {kind: traces, count: 48}, epochs: 6, batch_size: 16, lr: 2e-3}
+  - {name: cold, kind: sft, data: {kind: traces, count: 64}, epochs: 16, batch_size: 8, lr: 2e-3}
   - name: rl
     kind: grpo
     model: cold
@@ -105,8 +105,7 @@ def test_the_schedules_were_at_work(unbroken: Path) -> None:
     assert len({row["update/kl_coef"] for row in rl}) == 5
     assert len({row["update/entropy_coef"] for row in rl}) > 1
     assert rl[0]["curriculum/unseen"] > rl[-1]["curriculum/unseen"]
-    assert ppo[0]["policy/kl_ref"] == pytest.approx(0.0, abs=1e-6)
-    assert all(abs(row["policy/kl_ref"]) > 1e-6 for row in ppo[1:])  # k1, which may be negative
+    assert all(abs(row["policy/kl_ref"]) > 1e-6 for row in ppo)  # k1, which may be negative
     assert all(row["value/error"] > 0 for row in ppo)
     folder = RunDir(unbroken).stage(2, "ppo")
     for group in folder.load_rollouts(3) or []:
