@@ -4,8 +4,8 @@
     python benchmarks/algorithms.py [--seeds 0 1 2] [--jobs 2] [--out docs]
 
 Every run is a recipe of its own in a process of its own (so that its peak memory is its own), on the built-in model
-and two-digit addition; runs that are done are not run again. Writes six-algorithms.md and its plot into --out, and prints
-the page.
+and two-digit addition; runs that are done are not run again. Writes six-algorithms.md and its plot into --out, and
+prints the page.
 """
 
 from __future__ import annotations

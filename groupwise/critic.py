@@ -53,11 +53,9 @@ class Critic:
     @property
     def gigabytes(self) -> float:
         """What the critic adds to the memory for weights, gradients and the two moments of AdamW."""
-        frozen = (
-            0 if self.shares_policy else sum(p.numel() for p in self.body.model.parameters() if not p.requires_grad)
-        )
-        trained = sum(p.numel() for p in self.named_parameters.values())
-        return (frozen + 4 * trained) * 4 / 1e9
+        trained = list(self.named_parameters.values())
+        frozen = [] if self.shares_policy else [p for p in self.body.model.parameters() if not p.requires_grad]
+        return sum(p.numel() * p.element_size() for p in [*frozen, *trained * 4]) / 1e9
 
     def values(self, batch: Batch) -> Tensor:
         """The value before each trained token, [T]."""

@@ -34,7 +34,7 @@ class Curriculum:
         for prompt in order:
             pools[self._pool(prompt)].append(prompt)
         easy = pools["easy"][: round(self.config.easy_share * count)]
-        hard = pools["hard"][: round(self.config.hard_share * count)]
+        hard = pools["hard"][: min(round(self.config.hard_share * count), count - len(easy))]
         chosen = [*easy, *hard, *pools["open"][: count - len(easy) - len(hard)]]
         others = [*pools["hard"][len(hard) :], *pools["easy"][len(easy) :]]
         return [*chosen, *others[: count - len(chosen)]]

@@ -17,9 +17,6 @@ class Reference:
 
     Under LoRA it costs no memory: the model without its adapter, or with the adapter that `refresh` kept. Otherwise it
     is a copy of the model, or `source`.
-
-    Raises:
-        ValueError: `source` is the reference of an adapter, which is refreshed by weights of its own.
     """
 
     def __init__(self, policy: Policy, source: Policy | None = None) -> None:
@@ -57,13 +54,14 @@ class Reference:
             ValueError: the two are different models, or a part of an adapter is asked for: the average of two
                 adapters' factors is not the adapter of the average.
         """
+        self.require_same_model()
+        if self.model is None and mix != 1:
+            raise ValueError(f"reference_mix must be 1 with LoRA, got {mix}; adapters cannot be averaged")
         with torch.no_grad():
             if self.model is None:
-                if mix != 1:
-                    raise ValueError(f"reference_mix must be 1 with LoRA, got {mix}; adapters cannot be averaged")
                 self._adapter = {name: weight.clone() for name, weight in self.policy.trainable_state().items()}
             else:
-                kept = self._weights()
+                kept = self._weights(self.model)
                 for name, weight in self.policy.trainable_state().items():
                     kept[name].lerp_(weight, mix) if mix != 1 else kept[name].copy_(weight)
         self.is_refreshed = True
@@ -72,7 +70,22 @@ class Reference:
         """Its weights if they have moved; None while they are what the run began with."""
         if not self.is_refreshed:
             return None
-        return self._adapter if self.model is None else self._weights()
+        return self._adapter if self.model is None else self._weights(self.model)
+
+    def require_same_model(self) -> None:
+        """Make sure that the reference can be refreshed.
+
+        Raises:
+            ValueError: it is another model than the policy.
+        """
+        if self.model is None:
+            return
+        own, other = ({n: p.shape for n, p in m.model.named_parameters()} for m in (self.policy, self.model))
+        if own != other:
+            name = next(n for n in {**own, **other} if own.get(n) != other.get(n))
+            raise ValueError(
+                f"the reference is another model than the policy (they differ in {name}); set reference_every: 0"
+            )
 
     def load_state_dict(self, state: dict[str, Tensor] | None) -> None:
         if state is None:
@@ -81,19 +94,13 @@ class Reference:
         if self.model is None:
             self._adapter = {name: weight.to(self.policy.device) for name, weight in state.items()}
         else:
-            for name, weight in self._weights().items():
+            for name, weight in self._weights(self.model).items():
                 weight.copy_(state[name])
 
-    def _weights(self) -> dict[str, Tensor]:
+    def _weights(self, model: Policy) -> dict[str, Tensor]:
         """The reference's own copies of what the policy trains."""
-        assert self.model is not None
-        found = {name: p.detach() for name, p in self.model.model.named_parameters()}
-        names = self.policy.trainable_state().keys()
-        if missing := [name for name in names if name not in found]:
-            raise ValueError(
-                f"the reference is another model than the policy (it has no {missing[0]}); it stays as it is"
-            )
-        return {name: found[name] for name in names}
+        found = {name: p.detach() for name, p in model.model.named_parameters()}
+        return {name: found[name] for name in self.policy.trainable_state()}
 
 
 def _frozen(source: Policy, policy: Policy) -> Policy:

@@ -100,6 +100,8 @@ class GRPOTrainer:
         if config.kl_coef > 0:
             source = ref_model if ref_model is None or isinstance(ref_model, Policy) else self._load(ref_model)
             self.reference = Reference(self.policy, source)
+            if config.reference_every:
+                self.reference.require_same_model()
         self.coefficients = Coefficients.of(config)
         self.step = 0
 
@@ -140,7 +142,7 @@ class GRPOTrainer:
         if cfg.resample_rounds and refill is None:
             warnings.warn("no refill is given: groups without signal are left out, not replaced", stacklevel=2)
         for number in range(1, cfg.resample_rounds + 1):
-            missing = len(asked) - sum(credit.differs(g, cfg, cfg.max_tokens) for r in rounds for g in r.groups)
+            missing = len(asked) - sum(self._differs(g) for r in rounds for g in r.groups)
             if refill is None or missing <= 0 or not (fresh := refill(number, missing)):
                 break
             rounds.append(self._sample(fresh, number))
@@ -226,6 +228,9 @@ class GRPOTrainer:
             score_seconds=found.score_seconds + greedy.score_seconds,
         )
 
+    def _differs(self, group: Group) -> bool:
+        return credit.differs(group, self.config, self.config.max_tokens, self.part_weights)
+
     def _draw(self, prompts: Sequence[Prompt], number: int, greedy: bool) -> Collected:
         cfg = self.config
         return collect(
@@ -272,9 +277,7 @@ class GRPOTrainer:
     def _score(self, groups: Sequence[Group]) -> None:
         """Fill in what is not known yet of the tokens: under the old policy, under the reference, by the critic."""
         cfg = self.config
-        samples = [
-            (g, r) for g in groups for r in g.rollouts if r.reward.total is not None and credit.trained_length(r, cfg)
-        ]
+        samples = [(g, r) for g in groups for r in g.rollouts if r.reward.total is not None and self._is_looked_at(r)]
         penalised = cfg.kl_coef > 0 and cfg.kl_in == "reward"
         if cfg.ppo_epochs * cfg.minibatches > 1 or penalised or cfg.selection != "all":
             for (_, r), logps, entropies in self._scores(self.policy, [s for s in samples if s[1].old_logps is None]):
@@ -285,6 +288,12 @@ class GRPOTrainer:
                     r.ref_logps = logps
         if self.critic is not None:
             self._fill_values(self.critic, [s for s in samples if s[1].values is None])
+
+    def _is_looked_at(self, rollout: Rollout) -> bool:
+        """Whether a sample's tokens count: they are trained, or what models make of them decides its group's credit."""
+        if self.config.credits_by_model:
+            return rollout.completion.sampled_length > 0
+        return credit.trained_length(rollout, self.config) > 0
 
     def _scores(
         self, policy: Policy, samples: Sequence[tuple[Group, Rollout]]

@@ -29,6 +29,8 @@ class Coefficients:
     def follow_kl(self, cfg: Algorithm, measured: float, samples: int) -> None:
         """After a step of `samples` samples: coef *= 1 + clip(KL / target - 1, +-0.2) samples / horizon (1909.08593).
 
+        More samples than the horizon count as many as it has.
+
         >>> coefficients = Coefficients(kl=0.1, entropy=0.0)
         >>> coefficients.follow_kl(Algorithm(kl_coef=0.1, kl_target=0.01, kl_horizon=1000), 0.05, samples=100)
         >>> round(coefficients.kl, 6)
@@ -36,10 +38,10 @@ class Coefficients:
         """
         if cfg.kl_target is not None:
             error = min(0.2, max(-0.2, measured / cfg.kl_target - 1))
-            self.kl *= 1 + error * samples / cfg.kl_horizon
+            self.kl *= 1 + error * min(1.0, samples / cfg.kl_horizon)
 
     def follow_entropy(self, cfg: Algorithm, measured: float) -> None:
-        """After an optimiser step: up by `entropy_step` below the target, down above it, never under 0 (2505.22312).
+        """After an optimiser step: up by `entropy_step` below the target, else down, never under 0 (2505.22312).
 
         >>> coefficients = Coefficients(kl=0.0, entropy=0.0)
         >>> coefficients.follow_entropy(Algorithm(entropy_target=0.2, entropy_step=0.005), 0.1)

@@ -170,7 +170,7 @@ def gae(
     """Generalised advantage estimation (arXiv 1506.02438) along one sequence; returns (advantages_T, returns_T).
 
     delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}, return_t = A_t + V_t. `values_T1` has one
-    value more than there are rewards: what follows the last token, 0 at a true end, the critic's value at a cut.
+    value more than there are rewards: what follows the last token, 0 where nothing does.
 
     Raises:
         ValueError: the lengths do not fit.

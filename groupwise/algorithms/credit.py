@@ -48,12 +48,14 @@ def trained_length(rollout: Rollout, cfg: Algorithm) -> int:
     return 0 if masked else rollout.completion.sampled_length
 
 
-def differs(group: Group, cfg: Algorithm, max_tokens: int) -> bool:
+def differs(group: Group, cfg: Algorithm, max_tokens: int, part_weights: Mapping[str, float] | None = None) -> bool:
     """Whether the rewards of a group's samples differ, so that comparing them says something."""
-    if cfg.per_part:
-        names = dict.fromkeys(name for r in group.rollouts for name in r.reward.parts)
-        return any(has_spread([r.reward.parts.get(name) for r in group.rollouts]) for name in names)
-    return has_spread([_penalised(r, cfg, max_tokens) for r in group.rollouts])
+    if not cfg.per_part:
+        return has_spread([_penalised(r, cfg, max_tokens) for r in group.rollouts])
+    scored = [r.reward.parts for r in group.rollouts if r.reward.total is not None]
+    names = dict.fromkeys(name for parts in scored for name in parts)
+    counted = [name for name in names if part_weights is None or part_weights.get(name)]
+    return any(has_spread([parts.get(name) for parts in scored]) for name in counted)
 
 
 def assign(
@@ -89,7 +91,7 @@ def _penalised(rollout: Rollout, cfg: Algorithm, max_tokens: int) -> float | Non
     total = rollout.reward.total
     if total is None or cfg.overlong_share == 0:
         return total
-    return total - overlong_penalty(len(rollout.completion.token_ids), max_tokens, cfg.overlong_share)
+    return total - overlong_penalty(rollout.completion.sampled_length, max_tokens, cfg.overlong_share)
 
 
 def _per_sample(
@@ -144,6 +146,8 @@ def _along_one(rollout: Rollout, gain: float, cfg: Algorithm) -> Credit:
 
 def _kl_penalty(rollout: Rollout, cfg: Algorithm) -> list[float]:
     """kl_coef times the KL estimate of each token, in float64."""
+    if rollout.completion.sampled_length == 0:
+        return []
     assert rollout.old_logps is not None and rollout.ref_logps is not None, "log-probs are filled in before"
     old_logp_T, ref_logp_T = (torch.tensor(x, dtype=torch.float64) for x in (rollout.old_logps, rollout.ref_logps))
     return [cfg.kl_coef * x for x in kl.estimate(old_logp_T, ref_logp_T, cfg.kl).tolist()]
@@ -169,5 +173,5 @@ def _replaced(credit: Credit, advantages: list[float]) -> Credit:
     """The credit with other advantages: one per trained token, or one for all of them."""
     if len(advantages) == 1:
         return Credit(advantages[0], (advantages[0],) * len(credit.advantages), credit.returns)
-    mean = math.fsum(advantages) / len(advantages) if advantages else 0.0
+    mean = math.fsum(advantages) / len(advantages) if advantages else credit.advantage
     return Credit(mean, tuple(advantages), credit.returns)
