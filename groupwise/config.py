@@ -278,6 +278,12 @@ class PPOStage(GRPOStage):
     kind: Literal["ppo"]  # type: ignore[assignment]
     algorithm: str = "ppo"
 
+    @model_validator(mode="after")
+    def _has_a_critic(self) -> Self:
+        if self.baseline != "critic":
+            raise ValueError(f"a ppo stage has baseline critic, got {self.baseline!r}; set kind: grpo")
+        return self
+
 
 class RejectStage(Stage, SamplingConfig):
     """Rejection sampling: draw samples, keep the good ones as a data set for `sft`."""
@@ -393,6 +399,9 @@ def _reward_mistakes(recipe: Recipe) -> Iterator[str]:
             yield f"{path}.correctness: the task maps no answer column; set task.columns.answer, or a judge"
         if not any((p.weight if isinstance(p, PartConfig) else p) > 0 for p in rewards.values()):
             yield f"{path}: at least one reward needs a weight above 0"
+    for stage in recipe.stages:
+        if isinstance(stage, GRPOStage) and stage.curriculum and "correctness" not in recipe.rewards_of(stage):
+            yield f"stages.{stage.name}.curriculum: goes by correctness; add it to the rewards, a weight of 0 will do"
 
 
 def parents_of(stage: AnyStage) -> list[tuple[str, str, str]]:
@@ -493,8 +502,7 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), source: str = "recipe
     try:
         return Recipe.model_validate_json(json.dumps(data, default=str))
     except ValidationError as error:
-        mistakes = [line for text in explain(error, Recipe) for line in text.removeprefix(": ").split("\n")]
-        raise RecipeError(source, mistakes) from error
+        raise RecipeError(source, [line.removeprefix(": ") for line in explain(error, Recipe)]) from error
 
 
 def _apply_override(data: dict[str, Any], override: str) -> None:

@@ -28,22 +28,32 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
     """One line per mistake: the field's path, what is wrong, the value, the remedy where one is known."""
-    return [_explain_one(dict(e), model) for e in error.errors(include_url=False)]
+    found = [dict(e) for e in error.errors(include_url=False)]
+    return [line for e in found if not _is_echo(e, found) for line in _explain_one(e, model)]
 
 
-def _explain_one(error: dict[str, Any], model: type[BaseModel]) -> str:
+def _is_echo(error: dict[str, Any], found: list[dict[str, Any]]) -> bool:
+    """A list is also called too short when its entries are wrong."""
+    loc = error["loc"]
+    return error["type"] == "too_short" and any(e["loc"][: len(loc)] == loc for e in found if e is not error)
+
+
+def _explain_one(error: dict[str, Any], model: type[BaseModel]) -> list[str]:
     path, owner = _walk(error["loc"], model)
     kind, value = error["type"], error.get("input")
     if kind == "extra_forbidden":
         known = sorted(owner.model_fields) if owner is not None else []
         hint = nearest(str(error["loc"][-1]), known)
-        return f"{path}: unknown key{hint}" + ("" if hint else f"; known keys: {', '.join(known)}")
+        return [f"{path}: unknown key{hint}" + ("" if hint else f"; known keys: {', '.join(known)}")]
     if kind == "missing":
-        return f"{path}: required, but not given"
+        return [f"{path}: required, but not given"]
     message = str(error["msg"]).removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
-    # Validators of our own name the value themselves.
-    return f"{path}: {message}" if kind == "value_error" else f"{path}: {message}, got {value!r}"
+    if (
+        kind == "value_error"
+    ):  # a validator of our own, which names the values itself; it may have found several mistakes
+        return [f"{path}: {line}" for line in message.split("\n")]
+    return [f"{path}: {message}, got {value!r}"]
 
 
 def _walk(loc: tuple[str | int, ...], model: type[BaseModel]) -> tuple[str, type[BaseModel] | None]:

@@ -329,38 +329,3 @@ def random_batch(cfg: Algorithm, spread: float = 0.3) -> dict[str, Any]:
         "entropy_T": torch.rand(n, generator=g).double(),
         "selected_T": torch.rand(n, generator=g) < 0.3,
     }
-
-
-# -- presets ---------------------------------------------------------------------------------------------------------
-
-
-def test_presets_are_what_the_papers_say() -> None:
-    grpo, dr_grpo, dapo, gspo = (Algorithm(algorithm=name) for name in ("grpo", "dr_grpo", "dapo", "gspo"))
-    assert (grpo.scale, grpo.weighting, grpo.kl_coef, grpo.kl) == ("std", "sequence", 0.04, "k3")
-    assert grpo.clip_bounds == pytest.approx((0.8, 1.2))
-    assert (dr_grpo.scale, dr_grpo.weighting, dr_grpo.kl_coef) == ("none", "constant", 0.0)
-    assert (dapo.weighting, dapo.kl_coef) == ("token", 0.0)
-    assert dapo.clip_bounds == pytest.approx((0.8, 1.28))
-    assert (gspo.ratio, gspo.kl_coef) == ("sequence", 0.0)
-    assert gspo.clip_bounds == pytest.approx((1 - 3e-4, 1 + 4e-4))
-
-
-def test_a_part_that_is_given_wins_over_the_preset() -> None:
-    mixed = Algorithm(algorithm="dapo", kl_coef=0.001, weighting="sequence")
-    assert (mixed.kl_coef, mixed.weighting) == (0.001, "sequence")
-    assert mixed.clip_bounds == pytest.approx((0.8, 1.28))
-
-
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        ({"algorithm": "grop"}, "did you mean 'grpo'"),
-        ({"kl_coef": -0.1}, "greater than or equal to 0"),
-        ({"kl_coef": math.nan}, "finite"),
-        ({"kl_in_reward": True}, "Extra inputs"),
-        ({"kl": "k4"}, "'k1', 'k2' or 'k3'"),
-    ],
-)
-def test_what_cannot_be_is_refused(parts: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Algorithm(**parts)

@@ -26,6 +26,7 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Pair = Annotated[tuple[float, float], Field(strict=False)]
+PositivePair = Annotated[tuple[Positive, Positive], Field(strict=False)]
 
 GROUP_BASELINES = ("mean", "leave_one_out", "length_weighted", "best_of_others")
 """Baselines that compare the samples of one prompt, so that a group of one says nothing."""
@@ -84,11 +85,11 @@ class Algorithm(Strict):
     """With a negative advantage A, the loss is at most dual_clip * |A| (arXiv 1912.09729)."""
     ratio_cap: Positive = 20.0
     """Where `dppo` truncates the ratio that weighs its gradient."""
-    sapo_temperatures: Pair = (1.0, 1.05)
+    sapo_temperatures: PositivePair = (1.0, 1.05)
     """`sapo`: temperature of the soft gate for positive and for other advantages."""
-    vespo_positive: Pair = (2.0, 3.0)
+    vespo_positive: PositivePair = (2.0, 3.0)
     """`vespo`: (k, lambda) of w^k exp(lambda (1 - w)) for advantages >= 0."""
-    vespo_negative: Pair = (3.0, 2.0)
+    vespo_negative: PositivePair = (3.0, 2.0)
     """`vespo`: the same for negative advantages."""
     selection: Selection = "all"
     """Which tokens are treated apart: only those of highest entropy are trained (`top_entropy`); some of high
@@ -232,6 +233,8 @@ def _impossible(cfg: Algorithm) -> Iterator[str]:
         )
     if cfg.kl_target is not None and cfg.kl_coef == 0:
         yield "kl_target adapts kl_coef, which must start above 0"
+    if cfg.cov_bounds[0] >= cfg.cov_bounds[1]:
+        yield f"cov_bounds must rise, got {cfg.cov_bounds[0]:g} and {cfg.cov_bounds[1]:g}"
     if cfg.sampler_floor > cfg.sampler_cap:
         yield f"sampler_floor {cfg.sampler_floor:g} is above sampler_cap {cfg.sampler_cap:g}"
     if cfg.scale == "signal_share" and cfg.resample_rounds > 0:
