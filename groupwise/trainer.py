@@ -9,7 +9,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,14 +20,12 @@ from groupwise.algorithms import credit
 from groupwise.algorithms.adaptive import Coefficients
 from groupwise.algorithms.credit import Credit
 from groupwise.algorithms.losses import policy_loss
-from groupwise.algorithms.presets import Algorithm
-from groupwise.algorithms.selection import select_tokens
-from groupwise.algorithms.weights import token_weights
 from groupwise.batch import Batch, Segment, pack
 from groupwise.config import GRPOConfig
 from groupwise.critic import Critic
 from groupwise.engines import Engine
 from groupwise.engines.local import LocalEngine
+from groupwise.experience import minibatches, moves, untrained
 from groupwise.metrics import Metrics, group_metrics, over_batches, over_steps, peak_memory
 from groupwise.model import Policy
 from groupwise.optim import Optimizer
@@ -106,8 +103,8 @@ class GRPOTrainer:
         self.step = 0
 
     @property
-    def algorithm(self) -> Algorithm:
-        """The algorithm with its adaptive coefficients as they are now."""
+    def current(self) -> GRPOConfig:
+        """The configuration with its adaptive coefficients as they are now."""
         return self.coefficients.applied_to(self.config)
 
     # -- the step ------------------------------------------------------------------------------------------------
@@ -165,15 +162,18 @@ class GRPOTrainer:
         first. Groups are the caller's: only their rollouts' scores and advantages are filled in.
         """
         start = time.perf_counter()
-        minibatches = self._minibatches(groups, self._prepare(groups))
-        trained = [s for minibatch in minibatches for s in minibatch]
+        credits_PG = self._prepare(groups)
+        steps_of_epoch = minibatches(
+            groups, credits_PG, self.current, stable_hash(self.config.seed, self.step, "selection")
+        )
+        trained = [s for minibatch in steps_of_epoch for s in minibatch]
         if not trained:
             warnings.warn("nothing to train in this step: every sample was masked or without signal", stacklevel=2)
-        steps = self._train_policy(minibatches)
+        steps = self._train_policy(steps_of_epoch)
         metrics = over_steps(steps)
         metrics |= {"update/steps": float(len(steps)), "tokens/trained": float(sum(s.trained_length for s in trained))}
         if self.critic is not None and not self.critic.shares_policy:
-            metrics |= self._train_critic(self.critic, minibatches)
+            metrics |= self._train_critic(self.critic, steps_of_epoch)
         if self.critic is not None:
             metrics["memory/critic_gb"] = self.critic.gigabytes
         self.step += 1
@@ -261,17 +261,17 @@ class GRPOTrainer:
 
         Groups that will not be trained are not scored, unless their scores decide that.
         """
-        cfg = self.algorithm
+        cfg = self.current
         if cfg.credits_by_model:
             self._score(groups)
-        credits_PG = credit.assign(groups, cfg, max_tokens=self.config.max_tokens, part_weights=self.part_weights)
+        credits_PG = credit.assign(groups, cfg, max_tokens=cfg.max_tokens, part_weights=self.part_weights)
         for group, credits_G in zip(groups, credits_PG, strict=True):
             for rollout, given in zip(group.rollouts, credits_G, strict=True):
                 rollout.advantage = None if given is None else given.advantage
         if cfg.scores_every_group:
             self._score(groups)
         else:
-            self._score([g for g, credits_G in zip(groups, credits_PG, strict=True) if any(map(_moves, credits_G))])
+            self._score([g for g, credits_G in zip(groups, credits_PG, strict=True) if any(map(moves, credits_G))])
         return credits_PG
 
     def _score(self, groups: Sequence[Group]) -> None:
@@ -302,7 +302,7 @@ class GRPOTrainer:
         entropy = self.config.selection == "top_entropy"
         found: list[tuple[tuple[float, ...], tuple[float, ...] | None]] = []
         with torch.inference_mode():
-            for batch in self._pack([_segment(g, r) for g, r in samples]):
+            for batch in self._pack([untrained(g, r) for g, r in samples]):
                 logp_T, entropy_T = policy.token_logprobs(batch, temperature=self.config.temperature, entropy=entropy)
                 entropies = batch.split(entropy_T) if entropy_T is not None else [None] * len(batch.segments)
                 found += zip(batch.split(logp_T), entropies, strict=True)
@@ -311,65 +311,18 @@ class GRPOTrainer:
     def _fill_values(self, critic: Critic, samples: Sequence[tuple[Group, Rollout]]) -> None:
         """The critic's value before each token, and 0 after the last: a reward judges a cut answer as it stands."""
         with torch.inference_mode():
-            batches = self._pack([_segment(g, r) for g, r in samples])
+            batches = self._pack([untrained(g, r) for g, r in samples])
             values = [v for batch in batches for v in batch.split(critic.values(batch))]
         for (_, rollout), found in zip(samples, values, strict=True):
             rollout.values = (*found, 0.0)
 
     # -- update --------------------------------------------------------------------------------------------------
 
-    def _minibatches(
-        self, groups: Sequence[Group], credits_PG: Sequence[Sequence[Credit | None]]
-    ) -> list[list[Segment]]:
-        """The segments of each optimiser step of an epoch, weighed; without what has no gradient."""
-        cfg = self.algorithm
-        chosen = list(zip(groups, credits_PG, strict=True))
-        if cfg.resample_rounds:
-            chosen = [(g, credits_G) for g, credits_G in chosen if any(map(_moves, credits_G))]
-        parts = [
-            [
-                [_trained(group, r, c, cfg) for r, c in zip(group.rollouts, credits_G, strict=True) if c is not None]
-                for group, credits_G in chosen[i :: self.config.minibatches]
-            ]
-            for i in range(self.config.minibatches)
-        ]
-        for part in parts:
-            self._weigh(list(chain.from_iterable(part)))
-        if cfg.selection != "all":
-            self._select([s for part in parts for group in part for s in group if s.weight])
-        if not cfg.needs_every_group:
-            # A group without signal has exactly no gradient. It was counted in the weights: the mean stays the mean.
-            parts = [[group for group in part if any(any(s.advantages or ()) for s in group)] for part in parts]
-        minibatches = [[s for group in part for s in group if s.weight] for part in parts]
-        return [m for m in minibatches if m]
-
-    def _weigh(self, segments: list[Segment]) -> None:
-        """Set each segment's weight per token over the whole optimiser step."""
-        lengths = [s.trained_length for s in segments]
-        weights = token_weights(lengths, self.config.weighting, self.config.max_tokens)
-        for segment, weight in zip(segments, weights, strict=True):
-            segment.weight = weight
-
-    def _select(self, segments: list[Segment]) -> None:
-        """Mark the tokens that the algorithm treats apart, over all of the step's."""
-        if not segments:
-            return
-        logp_T, advantage_T, entropy_T = (
-            torch.tensor([v for row in rows for v in row or ()], dtype=torch.float64)
-            for rows in zip(*((s.old_logps, s.advantages, s.entropies) for s in segments), strict=True)
-        )
-        seed = stable_hash(self.config.seed, self.step, "selection")
-        selected_T = select_tokens(
-            self.algorithm, logp_T=logp_T, advantage_T=advantage_T, entropy_T=entropy_T, seed=seed
-        )
-        for segment, selected in zip(segments, selected_T.split([s.trained_length for s in segments]), strict=True):
-            segment.selected = selected.tolist()
-
-    def _train_policy(self, minibatches: Sequence[list[Segment]]) -> list[Metrics]:
+    def _train_policy(self, steps_of_epoch: Sequence[list[Segment]]) -> list[Metrics]:
         """The metrics of each optimiser step; fewer than planned where the KL from the old policy ends the epochs."""
         steps: list[Metrics] = []
         for _ in range(self.config.ppo_epochs):
-            for minibatch in minibatches:
+            for minibatch in steps_of_epoch:
                 metrics = self._accumulate(minibatch)
                 if self.config.kl_stop is not None and metrics["policy/kl_old"] > self.config.kl_stop:
                     self.optimizer.forget_gradients()
@@ -381,7 +334,7 @@ class GRPOTrainer:
 
     def _accumulate(self, segments: list[Segment]) -> Metrics:
         """The gradient of one optimiser step, and its metrics."""
-        cfg = self.algorithm
+        cfg = self.current
         parts: list[tuple[int, Metrics]] = []
         for batch in self._pack(segments):
             logp_T, entropy_T, value_T = self._forward(batch, detach_entropy=cfg.entropy_coef == 0)
@@ -424,13 +377,13 @@ class GRPOTrainer:
         )
         return logp_T, entropy_T, self.critic.values_of(hidden_TD)
 
-    def _train_critic(self, critic: Critic, minibatches: Sequence[list[Segment]]) -> Metrics:
+    def _train_critic(self, critic: Critic, steps_of_epoch: Sequence[list[Segment]]) -> Metrics:
         """As many optimiser steps of a separate critic as the policy was given."""
         assert critic.optimizer is not None
         start = time.perf_counter()
         steps = []
         for _ in range(self.config.ppo_epochs):
-            for minibatch in minibatches:
+            for minibatch in steps_of_epoch:
                 parts = []
                 for batch in self._pack(minibatch):
                     loss, metrics = critic.loss(
@@ -459,34 +412,3 @@ class GRPOTrainer:
 
     def _pack(self, segments: list[Segment]) -> list[Batch]:
         return pack(segments, self.config.max_batch_tokens, self.policy.device)
-
-
-def _moves(given: Credit | None) -> bool:
-    """Whether a sample's credit moves the policy: an advantage other than 0 on a token that is trained."""
-    return given is not None and any(given.advantages)
-
-
-def _segment(group: Group, rollout: Rollout) -> Segment:
-    """A sample to be scored."""
-    completion = rollout.completion
-    return Segment(prompt_ids=group.prompt_ids, token_ids=completion.token_ids, trained=completion.sampled)
-
-
-def _trained(group: Group, rollout: Rollout, given: Credit, cfg: Algorithm) -> Segment:
-    """A sample as it is trained: with its credit and all that is known of its tokens; masked, it has no token."""
-    completion = rollout.completion
-    if not given.advantages:
-        nothing = (False,) * len(completion.token_ids)
-        return Segment(prompt_ids=group.prompt_ids, token_ids=completion.token_ids, trained=nothing)
-    return Segment(
-        prompt_ids=group.prompt_ids,
-        token_ids=completion.token_ids,
-        trained=completion.sampled,
-        advantages=given.advantages,
-        sampler_logps=completion.sampled_logps,
-        old_logps=rollout.old_logps,
-        entropies=rollout.entropies,
-        ref_logps=rollout.ref_logps,
-        values=None if rollout.values is None else rollout.values[:-1],
-        returns=given.returns,
-    )

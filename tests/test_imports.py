@@ -20,7 +20,7 @@ LAYERS = (
     ("config",),
     ("run", "progress", "attention", "tiny"),
     ("model",),
-    ("engines", "optim", "metrics", "curriculum"),
+    ("engines", "optim", "metrics", "curriculum", "experience"),
     ("rollout", "critic", "reference"),
     ("trainer",),
     ("stages",),

@@ -156,7 +156,7 @@ def test_the_kl_coefficient_follows_its_target(make_trainer) -> None:
     second = trainer.train_step(PROMPTS)  # KL far above the target: up by the most
     assert second["policy/kl_ref"] > 1e-5
     assert second["update/kl_coef"] == pytest.approx(0.1 * 0.96 * 1.04)
-    assert trainer.algorithm.kl_coef == second["update/kl_coef"]
+    assert trainer.current.kl_coef == second["update/kl_coef"]
 
 
 def test_the_entropy_bonus_follows_its_target(make_trainer) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 from groupwise.algorithms.presets import Algorithm
+
+A = TypeVar("A", bound=Algorithm)
 
 
 @dataclass(slots=True)
@@ -19,7 +22,7 @@ class Coefficients:
     def of(cls, cfg: Algorithm) -> Coefficients:
         return cls(cfg.kl_coef, cfg.entropy_coef)
 
-    def applied_to(self, cfg: Algorithm) -> Algorithm:
+    def applied_to(self, cfg: A) -> A:
         """`cfg` with the present coefficients."""
         if cfg.kl_target is None and cfg.entropy_target is None:
             return cfg
