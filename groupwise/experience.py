@@ -20,12 +20,11 @@ def minibatches(
 ) -> list[list[Segment]]:
     """The segments of each optimiser step of an epoch, weighed over that step; without those that have no gradient.
 
-    Groups are dealt out in turn. Samples without credit, and those of groups that dynamic sampling replaced, are left
-    out of the averages; a group without signal otherwise counts in them. `seed` is that of a random selection.
+    Groups are dealt out in turn. Samples without credit are left out of the averages; a group without signal counts in
+    them. `seed` is that of a random selection.
     """
-    chosen = list(zip(groups, credits_PG, strict=True))
-    if cfg.resample_rounds:
-        chosen = [(group, credits_G) for group, credits_G in chosen if any(map(moves, credits_G))]
+    pairs = zip(groups, credits_PG, strict=True)
+    chosen = [(group, credits_G) for group, credits_G in pairs if any(c is not None for c in credits_G)]
     parts = [
         [
             [_trained(group, r, c) for r, c in zip(group.rollouts, credits_G, strict=True) if c is not None]

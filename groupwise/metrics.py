@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import resource
+import sys
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -80,11 +80,16 @@ def over_steps(steps: Sequence[Mapping[str, float]]) -> Metrics:
     return metrics
 
 
-def peak_memory(device: torch.device) -> float:
-    """The most memory that this process has held so far, in GB: on the GPU if the model is there."""
+def peak_memory(device: torch.device) -> Metrics:
+    """`memory/peak_gb`: the most memory that this process has held so far; on the GPU if the model is there."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+        return {"memory/peak_gb": torch.cuda.max_memory_allocated(device) / 1e9}
+    if sys.platform == "win32":  # which does not tell
+        return {}
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {"memory/peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9}
 
 
 def _extreme(name: str, values: Sequence[float]) -> float:

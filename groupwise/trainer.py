@@ -179,8 +179,7 @@ class GRPOTrainer:
         self.step += 1
         metrics |= self._adapt(metrics, samples=sum(len(g.rollouts) for g in groups))
         metrics["time/update"] = time.perf_counter() - start
-        metrics["memory/peak_gb"] = peak_memory(self.policy.device)
-        return metrics
+        return metrics | peak_memory(self.policy.device)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -259,20 +258,23 @@ class GRPOTrainer:
     def _prepare(self, groups: Sequence[Group]) -> list[list[Credit | None]]:
         """Find out what the algorithm needs to know of the samples' tokens, and give the samples their advantages.
 
-        Groups that will not be trained are not scored, unless their scores decide that.
+        Groups that dynamic sampling has replaced have no credit. Those that will not be trained are not scored, unless
+        their scores decide that.
         """
         cfg = self.current
+        kept = [not cfg.resample_rounds or self._differs(group) for group in groups]
+        chosen = [group for group, keep in zip(groups, kept, strict=True) if keep]
         if cfg.credits_by_model:
-            self._score(groups)
-        credits_PG = credit.assign(groups, cfg, max_tokens=cfg.max_tokens, part_weights=self.part_weights)
-        for group, credits_G in zip(groups, credits_PG, strict=True):
+            self._score(chosen)
+        found = credit.assign(chosen, cfg, max_tokens=cfg.max_tokens, part_weights=self.part_weights)
+        for group, credits_G in zip(chosen, found, strict=True):
             for rollout, given in zip(group.rollouts, credits_G, strict=True):
                 rollout.advantage = None if given is None else given.advantage
-        if cfg.scores_every_group:
-            self._score(groups)
-        else:
-            self._score([g for g, credits_G in zip(groups, credits_PG, strict=True) if any(map(moves, credits_G))])
-        return credits_PG
+        if not cfg.scores_every_group:
+            chosen = [g for g, credits_G in zip(chosen, found, strict=True) if any(map(moves, credits_G))]
+        self._score(chosen)
+        credits_PG = iter(found)
+        return [next(credits_PG) if keep else _replaced(g) for g, keep in zip(groups, kept, strict=True)]
 
     def _score(self, groups: Sequence[Group]) -> None:
         """Fill in what is not known yet of the tokens: under the old policy, under the reference, by the critic."""
@@ -412,3 +414,10 @@ class GRPOTrainer:
 
     def _pack(self, segments: list[Segment]) -> list[Batch]:
         return pack(segments, self.config.max_batch_tokens, self.policy.device)
+
+
+def _replaced(group: Group) -> list[Credit | None]:
+    """A group without signal that others stand in for: advantages of 0, and no credit, so that it is not averaged."""
+    for rollout in group.rollouts:
+        rollout.advantage = None if rollout.reward.total is None else 0.0
+    return [None] * len(group.rollouts)

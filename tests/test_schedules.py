@@ -117,6 +117,18 @@ def test_what_has_no_signal_is_left_out_of_the_average(make_trainer) -> None:
     assert same(weights(dynamic), weights(plain))
 
 
+@pytest.mark.parametrize("parts", [{"kl_coef": 0.1, "kl_in": "reward", "kl": "k1"}, {"whiten": "tokens"}])
+def test_what_was_replaced_is_left_out_whatever_else_would_move_it(parts: dict[str, Any], make_trainer) -> None:
+    """A KL in the reward, or whitening, moves the samples of a group although their rewards are equal."""
+    dynamic, plain = make_trainer(only_odd, resample_rounds=1, **parts), make_trainer(only_odd, **parts)
+    groups, metrics = dynamic.collect(["1", "2"], lambda number, count: [])
+    assert metrics["group/no_signal"] == 0.5
+    assert [r.advantage for r in groups[1].rollouts] == [0.0] * 4
+    dynamic.update(groups)
+    plain.update([copy.deepcopy(groups[0])])
+    assert same(weights(dynamic), weights(plain))
+
+
 def test_replaced_prompts_are_drawn_with_seeds_of_their_own(make_trainer) -> None:
     trainer = make_trainer(only_odd, resample_rounds=1)
     groups, _ = trainer.collect(["2"], lambda number, count: [Prompt.of("2")])

@@ -157,6 +157,7 @@ def test_the_gradient_is_that_of_the_plain_policy_gradient(make_trainer, plain_c
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dapo", "dr_grpo", "gspo"])
+@pytest.mark.filterwarnings("ignore:no refill is given")
 def test_one_micro_batch_equals_many(algorithm, make_trainer) -> None:
     settings = {"algorithm": algorithm, "kl_coef": 0.04, "max_grad_norm": 0.0, "lr": 1e-4}
     whole, parts = (make_trainer(max_batch_tokens=n, **settings) for n in (100_000, 12))
@@ -268,6 +269,7 @@ def test_minibatches_are_normalised_each_by_itself(make_trainer) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dapo", "dr_grpo", "gspo"])
+@pytest.mark.filterwarnings("ignore:no refill is given")
 def test_good_samples_become_likelier_and_bad_ones_less(algorithm, make_trainer, plain_copy, naive_logprobs) -> None:
     trainer = make_trainer(algorithm=algorithm, kl_coef=0.0, lr=3e-4)
     before = plain_copy(trainer.policy.base)

@@ -17,6 +17,9 @@ from groupwise.tasks import Task
 from groupwise.trainer import GRPOTrainer
 from groupwise.types import Prompt, stable_hash
 
+TOLD = ("reward/total", "reward/correctness", "memory/peak_gb", "memory/critic_gb")
+"""What of the last step stands in the table of stages."""
+
 
 def run(ctx: StageContext) -> dict[str, Any]:
     """Train `stage.model` on the task's prompts; writes every rollout, and `model/`.
@@ -70,7 +73,7 @@ def run(ctx: StageContext) -> dict[str, Any]:
     last = train(ctx, _State(trainer, source.curriculum), cfg.steps, take_step)
     with ctx.dir.new_folder("model") as folder:
         policy.save(folder)
-    return {"steps": cfg.steps, **{k: last[k] for k in ("reward/total", "reward/correctness") if k in last}}
+    return {"steps": cfg.steps, **{k: last[k] for k in TOLD if k in last}}
 
 
 @dataclass(frozen=True, slots=True)
