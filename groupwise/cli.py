@@ -104,8 +104,8 @@ def _count(text: str) -> int:
 
 def _run(options: argparse.Namespace) -> None:
     from groupwise import pipeline
-    from groupwise.config import read_recipe
     from groupwise.progress import Progress
+    from groupwise.recipes import read_recipe
 
     recipe = read_recipe(options.recipe, options.overrides)
     pipeline.check(recipe)
@@ -124,7 +124,8 @@ def _run(options: argparse.Namespace) -> None:
 
 def _check(options: argparse.Namespace) -> None:
     from groupwise import pipeline
-    from groupwise.config import parents_of, read_recipe
+    from groupwise.config import parents_of
+    from groupwise.recipes import read_recipe
 
     recipe = read_recipe(options.recipe, options.overrides)
     pipeline.check(recipe)
@@ -136,8 +137,8 @@ def _check(options: argparse.Namespace) -> None:
 
 def _eval(options: argparse.Namespace) -> None:
     from groupwise import pipeline
-    from groupwise.config import read_recipe
     from groupwise.progress import Progress
+    from groupwise.recipes import read_recipe
     from groupwise.tasks import make_task
     from groupwise.types import Sampling
 

@@ -21,13 +21,12 @@ from groupwise.config import (
     EvaluateStage,
     FileData,
     Recipe,
-    RecipeError,
     SFTStage,
     TraceData,
-    dump_recipe,
     parents_of,
 )
 from groupwise.progress import Progress
+from groupwise.recipes import RecipeError, dump_recipe
 from groupwise.run import RunDir, StageDir, hash_files, read_jsonl, write_atomically
 from groupwise.tasks import TaskConfig, make_task
 from groupwise.tasks.gsm8k import GSM8KConfig

@@ -188,3 +188,30 @@ def plain_copy() -> Callable[..., PreTrainedModel]:
         return twin.double() if double else twin
 
     return build
+
+
+@pytest.fixture
+def make_trainer(llama, tokenizer) -> Callable[..., object]:  # type: ignore[no-untyped-def]
+    """A trainer of a small random model; equal arguments give equal trainers.
+
+    By default its reward is without meaning, and differs between nearly all responses.
+    """
+    from groupwise.config import GRPOConfig
+    from groupwise.trainer import GRPOTrainer
+
+    def by_letters(prompt: object, response: str) -> float:
+        return sum(map(ord, response)) % 11 / 10
+
+    def make(
+        reward: object = by_letters, *, model: object = None, engine: object = None, **config: object
+    ) -> GRPOTrainer:
+        settings = {"group_size": 4, "max_tokens": 6, "lr": 1e-3, "kl_coef": 0.0, **config}
+        return GRPOTrainer(
+            llama(spread=0.1) if model is None else model,
+            reward_model=reward,
+            tokenizer=tokenizer,
+            config=GRPOConfig(**settings),
+            engine=engine,
+        )
+
+    return make

@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from groupwise.algorithms.presets import PRESETS
-from groupwise.config import GRPOStage, parse_recipe
+from groupwise.config import GRPOStage
+from groupwise.recipes import parse_recipe
 
 FOLDER = Path(__file__).parents[1] / "docs" / "algorithms"
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.md"))}

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from groupwise.config import GRPOConfig, Recipe, RecipeError, StageData, dump_recipe, parse_recipe, read_recipe
+from groupwise.config import GRPOConfig, Recipe, StageData
+from groupwise.recipes import RecipeError, dump_recipe, parse_recipe, read_recipe
 
 SMALL = """
 name: small

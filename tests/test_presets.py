@@ -9,7 +9,7 @@ import pytest
 
 from groupwise.algorithms.presets import PRESETS, Algorithm
 from groupwise.cli import main
-from groupwise.config import RecipeError, parse_recipe
+from groupwise.recipes import RecipeError, parse_recipe
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown preset": ({"algorithm": "dapoo"}, "did you mean 'dapo'"),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from groupwise.algorithms.presets import PRESETS
-from groupwise.config import CriticConfig, CurriculumConfig, GRPOConfig, LoRA
+from groupwise.config import CriticConfig, CurriculumConfig, LoRA
 from groupwise.curriculum import Curriculum
 from groupwise.engines import Request
 from groupwise.engines.scripted import ScriptedEngine
@@ -28,21 +28,6 @@ PROMPTS = ["2+2", "13*7", "name a colour"]
 
 def by_letters(prompt: Prompt, response: str) -> float:
     return sum(map(ord, response)) % 11 / 10
-
-
-@pytest.fixture
-def make_trainer(llama, tokenizer) -> Callable[..., GRPOTrainer]:
-    def make(reward: Any = by_letters, *, model: Any = None, engine: Any = None, **config: Any) -> GRPOTrainer:
-        settings = {"group_size": 4, "max_tokens": 6, "lr": 1e-3, "kl_coef": 0.0, **config}
-        return GRPOTrainer(
-            llama(spread=0.1) if model is None else model,
-            reward_model=reward,
-            tokenizer=tokenizer,
-            config=GRPOConfig(**settings),
-            engine=engine,
-        )
-
-    return make
 
 
 def weights(trainer: GRPOTrainer) -> dict[str, Tensor]:

@@ -33,23 +33,6 @@ def by_letters(prompt: Prompt, response: str) -> float:
     return sum(map(ord, response)) % 11 / 10
 
 
-@pytest.fixture
-def make_trainer(llama, tokenizer) -> Callable[..., GRPOTrainer]:
-    """A trainer of a small random model; equal arguments give equal trainers."""
-
-    def make(reward: Any = by_letters, *, model: Any = None, engine: Any = None, **config: Any) -> GRPOTrainer:
-        settings = {"group_size": 4, "max_tokens": 6, "lr": 1e-3, "kl_coef": 0.0} | config
-        return GRPOTrainer(
-            llama(spread=0.1) if model is None else model,
-            reward_model=reward,
-            tokenizer=tokenizer,
-            config=GRPOConfig(**settings),
-            engine=engine,
-        )
-
-    return make
-
-
 def weights(trainer: GRPOTrainer) -> dict[str, Tensor]:
     return {name: w.clone() for name, w in trainer.policy.trainable_state().items()}
 

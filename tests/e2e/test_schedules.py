@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from groupwise import pipeline
-from groupwise.config import Recipe, parse_recipe
+from groupwise.config import Recipe
 from groupwise.progress import Progress
+from groupwise.recipes import parse_recipe
 from groupwise.run import RunDir
 
 RECIPE = """
