@@ -224,10 +224,12 @@ def _algorithms(options: argparse.Namespace) -> None:
                 f"no preset is called {options.name!r}{nearest(options.name, PRESETS)}; known: {', '.join(PRESETS)}"
             )
         cfg = Algorithm(algorithm=options.name)
-        table = Table("part", "value", "what it is", title=f"{options.name} ({PRESETS[options.name].paper})")
+        title = f"{options.name} ({PRESETS[options.name].paper}); * where it differs from grpo"
+        table = Table("part", "value", "what it is", title=title)
         for key, field in Algorithm.model_fields.items():
-            own = "bold" if key in PRESETS[options.name].parts else ""
-            table.add_row(key, str(getattr(cfg, key)), escape(field.description or ""), style=own)
+            own = key in PRESETS[options.name].parts
+            shown = f"{getattr(cfg, key)}{' *' if own else ''}"
+            table.add_row(key, shown, escape(" ".join((field.description or "").split())), style="bold" if own else "")
         console.print(table)
         return
     table = Table("preset", "paper", "parts in which it differs from grpo")

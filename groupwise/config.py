@@ -83,7 +83,7 @@ class GRPOConfig(Algorithm, OptimConfig, SamplingConfig):
     ppo_epochs: Positive = 1
     """Passes over the rollouts of a step."""
     minibatches: Positive = 1
-    """Optimiser steps per pass; groups are dealt out to them in turn."""
+    """Optimiser steps per pass; whole groups are dealt out to them in turn."""
     max_batch_tokens: Positive = 4096
     """Tokens per forward and backward pass: bounds memory, changes nothing else."""
     max_failed_rewards: Share = 0.25
@@ -105,6 +105,18 @@ class GRPOConfig(Algorithm, OptimConfig, SamplingConfig):
         if value and info.data.get("kl_coef") == 0:
             raise ValueError(f"must be 0 while kl_coef is 0, got {value}: there is no reference to refresh")
         return value
+
+    @model_validator(mode="after")
+    def _uses_what_is_set(self) -> Self:
+        if self.critic != CriticConfig() and self.baseline != "critic":
+            raise ValueError(
+                f"critic has no effect with baseline {self.baseline!r}; set algorithm: ppo, or leave it out"
+            )
+        if self.reference_mix != 1 and not self.reference_every:
+            raise ValueError(
+                f"reference_mix {self.reference_mix:g} has no effect without reference_every; leave it out"
+            )
+        return self
 
     @field_validator("temperature")
     @classmethod
@@ -208,9 +220,9 @@ class CurriculumConfig(Strict):
     """Prompts drawn by how often the policy gets them right, from a fixed pool of the task's."""
 
     pool: Positive = 1024
-    """Training prompts in the pool."""
+    """Training prompts in the pool; fewer where the task draws some of them twice."""
     easy_from: Share = 1.0
-    """A prompt of which at least this share of samples was right, when last drawn, is easy."""
+    """A prompt of which at least this share of samples was right (`correctness` 1), when last drawn, is easy."""
     hard_to: Share = 0.0
     """A prompt of which at most this share was right is hard."""
     easy_share: Share = 0.0
@@ -253,6 +265,9 @@ class GRPOStage(TrainingStage, GRPOConfig):
             raise ValueError(
                 f"reference_mix must be 1 with lora, got {self.reference_mix:g}: adapters cannot be averaged"
             )
+        if self.minibatches > self.prompts_per_step:
+            counts = f"minibatches {self.minibatches} are more than prompts_per_step {self.prompts_per_step}"
+            raise ValueError(f"{counts}, and the samples of a prompt stay together; lower one or raise the other")
         if self.curriculum is not None and self.curriculum.pool < self.prompts_per_step:
             raise ValueError(
                 f"curriculum.pool {self.curriculum.pool} is smaller than prompts_per_step {self.prompts_per_step}"
@@ -269,7 +284,7 @@ class PPOStage(GRPOStage):
     @model_validator(mode="after")
     def _has_a_critic(self) -> Self:
         if self.baseline != "critic":
-            raise ValueError(f"a ppo stage has baseline critic, got {self.baseline!r}; set kind: grpo")
+            raise ValueError(f"a ppo stage needs a critic, which algorithm {self.algorithm!r} has not; set kind: grpo")
         return self
 
 

@@ -13,8 +13,12 @@ from groupwise.types import Group
 Metrics = dict[str, float]
 
 
-def group_metrics(groups: Sequence[Group]) -> Metrics:
-    """What a step's groups say before any update. A part that nobody could be given has no entry."""
+def group_metrics(groups: Sequence[Group], has_signal: Sequence[bool]) -> Metrics:
+    """What a step's groups say before any update. A part that nobody could be given has no entry.
+
+    Args:
+        has_signal: for each group, whether its samples say something about each other.
+    """
     rollouts = [r for g in groups for r in g.rollouts]
     if not rollouts:
         return {"group/count": 0.0}
@@ -33,14 +37,16 @@ def group_metrics(groups: Sequence[Group]) -> Metrics:
     return metrics | {
         "reward/failed": sum(r.reward.total is None for r in rollouts) / len(rollouts),
         "group/count": float(len(groups)),
-        "group/no_signal": sum(not g.has_signal for g in groups) / len(groups),
+        "group/no_signal": has_signal.count(False) / len(groups),
         "rollout/length": sum(lengths) / len(lengths),
         "rollout/truncated": sum(r.completion.finish_reason == "length" for r in rollouts) / len(rollouts),
         "tokens/sampled": float(sum(lengths)),
-        "tokens/wasted": float(
-            sum(r.completion.sampled_length for g in groups if not g.has_signal for r in g.rollouts)
-        ),
+        "tokens/wasted": float(sum(n for g, n in zip(has_signal, _tokens(groups), strict=True) if not g)),
     }
+
+
+def _tokens(groups: Sequence[Group]) -> list[int]:
+    return [sum(r.completion.sampled_length for r in g.rollouts) for g in groups]
 
 
 def over_batches(parts: Sequence[tuple[int, Mapping[str, float]]]) -> Metrics:

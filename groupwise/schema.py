@@ -20,9 +20,37 @@ Many = Annotated[tuple[T, ...], Field(strict=False)]
 """A tuple that may be written as a list: YAML and JSON have no other."""
 
 
+ELSEWHERE = {
+    "beta": "kl_coef",
+    "delta": "dual_clip",
+    "epsilon": "clip_range",
+    "epsilon_high": "clip_range_high",
+    "learning_rate": "lr",
+    "loss_type": "algorithm",
+    "mask_truncated_completions": "mask_truncated",
+    "max_completion_length": "max_tokens",
+    "num_generations": "group_size",
+    "num_iterations": "ppo_epochs",
+    "ref_model_mixup_alpha": "reference_mix",
+    "ref_model_sync_steps": "reference_every",
+    "reinforce_plus_plus": "reinforce++",
+    "reinforce_plus_plus_baseline": "reinforce++_baseline",
+    "reward_weights": "rewards",
+    "scale_rewards": "scale",
+}
+"""What other projects call a key or a preset of ours."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the known name that is most like `name`, or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    """`; did you mean 'x'?` for the known name that is meant by, or most like `name`; or nothing.
+
+    >>> nearest("num_generations", ["group_size", "min_lr_ratio"])
+    "; did you mean 'group_size'?"
+    """
+    names = list(known)
+    if ELSEWHERE.get(name) in names:
+        return f"; did you mean {ELSEWHERE[name]!r}?"
+    close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.55)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

@@ -36,7 +36,7 @@ from groupwise.types import Group, Message, Prompt, Rollout, stable_hash
 
 ModelSource: TypeAlias = str | Path | PreTrainedModel | Policy
 PromptSource: TypeAlias = str | Sequence[Message] | Prompt
-Refill: TypeAlias = Callable[[int, int], Sequence[Prompt]]
+Refill: TypeAlias = Callable[[int, int], Iterable[PromptSource]]
 """(round, count) -> fresh prompts, for dynamic sampling; rounds count from 1."""
 
 
@@ -140,13 +140,14 @@ class GRPOTrainer:
             warnings.warn("no refill is given: groups without signal are left out, not replaced", stacklevel=2)
         for number in range(1, cfg.resample_rounds + 1):
             missing = len(asked) - sum(self._differs(g) for r in rounds for g in r.groups)
-            if refill is None or missing <= 0 or not (fresh := refill(number, missing)):
+            fresh = [] if refill is None or missing <= 0 else [Prompt.of(p) for p in refill(number, missing)]
+            if not fresh:
                 break
-            rounds.append(self._sample(fresh, number))
+            rounds.append(self._sample(fresh[:missing], number))
         groups = [group for r in rounds for group in r.groups]
         start = time.perf_counter()
         self._prepare(groups)
-        metrics = group_metrics(groups)
+        metrics = self.describe(groups)
         metrics["data/prompts_too_long"] = float(sum(len(r.too_long) for r in rounds))
         metrics |= {
             "time/generate": sum(r.generate_seconds for r in rounds),
@@ -154,6 +155,12 @@ class GRPOTrainer:
             "time/logprobs": time.perf_counter() - start,
         }
         return groups, metrics
+
+    def describe(self, groups: Sequence[Group]) -> Metrics:
+        """The metrics of a step's groups before any update."""
+        if self.config.compares_groups:
+            return group_metrics(groups, [self._differs(g) for g in groups])
+        return group_metrics(groups, [g.has_signal for g in groups])
 
     def update(self, groups: Sequence[Group]) -> Metrics:
         """`ppo_epochs` x `minibatches` optimiser steps on the groups of one step; returns the metrics of the update.

@@ -150,7 +150,7 @@ def test_kl_pulls_the_policy_towards_the_reference() -> None:
 @pytest.mark.parametrize(("kind", "value"), [("k2", 0.5), ("k3", math.exp(-1))])
 def test_the_kl_is_counted_once_with_its_coefficient(kind: str, value: float) -> None:
     given = (t(-1.0), t(-1.0), t(1.0), t(1.0))
-    without, _ = policy_loss(*given, cfg=Algorithm(kl_coef=0.0, kl=kind), ref_logp_T=t(-2.0))
+    without, _ = policy_loss(*given, cfg=Algorithm(kl_coef=0.0), ref_logp_T=t(-2.0))
     with_kl, metrics = policy_loss(*given, cfg=Algorithm(kl_coef=0.5, kl=kind), ref_logp_T=t(-2.0))
     assert (with_kl - without).item() == pytest.approx(0.5 * value)
     assert metrics["loss/policy"] == without.item()

@@ -37,6 +37,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bounds that fall": ({"cov_bounds": (5.0, 1.0)}, "must rise, got 5 and 1"),
     "a floor above the cap": ({"sampler_floor": 3.0}, "sampler_floor 3 is above sampler_cap 2"),
     "greedy and overlong": ({"algorithm": "remax", "overlong_share": 0.1}, "set overlong_share: 0"),
+    "a critic's lambda without a critic": ({"lam": 0.9}, "lam 0.9 has no effect without baseline: critic"),
+    "a discount of whole samples": ({"gamma": 0.9}, "no effect without credit: token"),
+    "a gate without sapo": ({"sapo_temperatures": (1.0, 2.0)}, "no effect without surrogate: sapo"),
+    "a clip without a clip": ({"algorithm": "opo", "clip_range": 0.1}, "no effect without a surrogate that clips"),
+    "a share of nothing": ({"selection_share": 0.1}, "no effect without a selection"),
+    "an estimator of no KL": ({"algorithm": "dapo", "kl": "k2"}, "kl k2 has no effect without a kl_coef above 0"),
+    "a KL of 0 in the reward": ({"kl_coef": 0.0, "kl_in": "reward"}, "kl_in reward has no effect"),
+    "a horizon without a target": ({"kl_horizon": 10.0}, "no effect without kl_target"),
+    "a cap without a correction": ({"sampler_cap": 3.0}, "no effect without sampler_correction"),
     "replacing without groups": ({"algorithm": "ppo", "resample_rounds": 1}, "does not need"),
 }
 
@@ -65,8 +74,14 @@ def test_every_part_of_a_preset_can_be_overridden(name: str) -> None:
     whole = Algorithm(algorithm=name)
     for key, value in PRESETS[name].parts.items():
         assert getattr(whole, key) == value
-    assert Algorithm(algorithm=name, lam=0.5, kl_horizon=7.0).lam == 0.5
-    assert Algorithm(algorithm=name, clip_range=0.15).clip_range == 0.15
+    for key, value in {
+        "eps": 0.5,
+        "kl_target": 7.0,
+        "entropy_coef": 0.25,
+        "mask_truncated": True,
+        "kl_coef": 0.3,
+    }.items():
+        assert getattr(Algorithm(algorithm=name, **{"kl_coef": 0.1, key: value}), key) == value
 
 
 def test_grpo_is_the_default_and_differs_in_nothing() -> None:
@@ -106,7 +121,12 @@ stages:
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        ("kind: ppo, algorithm: grpo", "stages.0: a ppo stage has baseline critic, got 'mean'; set kind: grpo"),
+        ("kind: ppo, algorithm: grpo", "a ppo stage needs a critic, which algorithm 'grpo' has not; set kind: grpo"),
+        ("kind: grpo, critic: {model: shared}", "critic has no effect with baseline 'mean'; set algorithm: ppo"),
+        ("kind: grpo, reference_mix: 0.5", "reference_mix 0.5 has no effect without reference_every"),
+        ("kind: grpo, minibatches: 40", "minibatches 40 are more than prompts_per_step 32"),
+        ("kind: grpo, num_generations: 8", "stages.0.num_generations: unknown key; did you mean 'group_size'?"),
+        ("kind: grpo, algorithm: reinforce_plus_plus", "did you mean 'reinforce++'?"),
         ("kind: grpo, kl_coef: 0, reference_every: 3", "stages.0.reference_every: must be 0 while kl_coef is 0, got 3"),
         ("kind: grpo, curriculum: {pool: 3}", "stages.0: curriculum.pool 3 is smaller than prompts_per_step 32"),
         ("kind: grpo, curriculum: {}, rewards: {format: 1}", "stages.rl.curriculum: goes by correctness; add it"),

@@ -91,6 +91,19 @@ def test_prompts_that_run_out_end_the_rounds(make_trainer) -> None:
     assert len(groups) == 3
 
 
+def test_prompts_to_refill_from_may_be_texts_and_no_more_are_taken_than_asked_for(make_trainer) -> None:
+    trainer = make_trainer(only_odd, resample_rounds=1)
+    groups, _ = trainer.collect(["2", "1"], lambda number, count: ["3", "5", "7"])
+    assert [g.prompt.text for g in groups] == ["2", "1", "3"]
+
+
+def test_rewards_that_do_not_differ_are_no_signal_whatever_the_advantages(make_trainer) -> None:
+    """Whitening moves all samples of the step; what was sampled in vain was so all the same."""
+    groups, metrics = make_trainer(only_odd, algorithm="reinforce++_baseline").collect(["1", "2"])
+    assert metrics["group/no_signal"] == 0.5
+    assert metrics["tokens/wasted"] == sum(len(r.completion.token_ids) for r in groups[1].rollouts)
+
+
 def test_what_has_no_signal_is_left_out_of_the_average(make_trainer) -> None:
     """Without replacement it would stay in the mean and shrink the step; with it, it is as if it had not been drawn."""
     dynamic, plain = make_trainer(only_odd, resample_rounds=1), make_trainer(only_odd)

@@ -68,16 +68,19 @@ def policy_loss(
     surrogate_T, stopped_T = SURROGATES[cfg.surrogate](tokens, cfg)
     sampler_T = logp_T.detach() if sampler_logp_T is None else trained(sampler_logp_T)
 
+    left_out_T = torch.zeros_like(live_T)
     if corrects and cfg.surrogate != "vespo":  # which has the mismatch inside its own weight
-        surrogate_T = surrogate_T * _mismatch_weight(tokens, cfg)
+        mismatch_T = _mismatch_weight(tokens, cfg)
+        surrogate_T, left_out_T = surrogate_T * mismatch_T, mismatch_T == 0
     if cfg.off_policy_limit is not None:
         behaviour_T = old_logp_T if sampler_logp_T is None else sampler_T
         fell_T = tokens.sequence_mean(behaviour_T - logp_T.detach())
-        surrogate_T = torch.where((advantage_T >= 0) | (fell_T <= cfg.off_policy_limit), surrogate_T, 0)
+        left_out_T = left_out_T | ((advantage_T < 0) & (fell_T > cfg.off_policy_limit))
     if cfg.selection != "all" and selected_T is None:
         raise ValueError(f"selection is {cfg.selection!r}, so selected_T is needed; see selection.select_tokens")
     if selected_T is not None and cfg.selection in ("top_entropy", "clip_cov"):
-        surrogate_T = torch.where(selected_T == (cfg.selection == "top_entropy"), surrogate_T, 0)
+        left_out_T = left_out_T | (selected_T == (cfg.selection == "clip_cov"))
+    surrogate_T = torch.where(left_out_T, 0, surrogate_T)
     sums = {"loss/policy": (weight_T * surrogate_T).sum()}
 
     ratio_T = tokens.ratio
@@ -86,6 +89,7 @@ def policy_loss(
         "policy/clip_low": stopped_T & (ratio_T < 1),
         "policy/clip_positive": stopped_T & (advantage_T > 0),
         "policy/clip_negative": stopped_T & (advantage_T < 0),
+        "policy/left_out": left_out_T,
         "policy/ratio": ratio_T,
         "policy/ratio_square": ratio_T.square(),
         "policy/kl_old": kl.estimate(old_logp_T, logp_T.detach(), "k3"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -133,7 +133,9 @@ class Algorithm(Strict):
     and trainer differ: truncated into [sampler_floor, sampler_cap], or masked to 0 outside. `vespo` takes the mismatch
     into its own weight as it is."""
     sampler_cap: Positive = 2.0
+    """The largest weight of `sampler_correction`."""
     sampler_floor: NonNegative = 0.0
+    """Its smallest weight."""
     off_policy_limit: NonNegative | None = None
     """Do not train a sequence of negative advantage whose log-probs fell by more than this per token on average since
     it was sampled (DeepSeek-V3.2's off-policy sequence mask, arXiv 2512.02556)."""
@@ -192,6 +194,28 @@ class Algorithm(Strict):
         return self.entropy_coef > 0 or self.entropy_target is not None
 
 
+WITHOUT_EFFECT: tuple[tuple[tuple[str, ...], Callable[[Algorithm], bool], str], ...] = (
+    (("lam",), lambda cfg: cfg.baseline == "critic", "baseline: critic"),
+    (("gamma",), lambda cfg: cfg.credit == "token", "credit: token"),
+    (("sapo_temperatures",), lambda cfg: cfg.surrogate == "sapo", "surrogate: sapo"),
+    (("vespo_positive", "vespo_negative"), lambda cfg: cfg.surrogate == "vespo", "surrogate: vespo"),
+    (("ratio_cap",), lambda cfg: cfg.surrogate in ("dppo_tv", "dppo_kl"), "surrogate: dppo_tv or dppo_kl"),
+    (
+        ("clip_range", "clip_range_high"),
+        lambda cfg: cfg.surrogate in ("clip", "cispo", "gmpo", "dppo_tv", "dppo_kl"),
+        "a surrogate that clips",
+    ),
+    (("selection_share",), lambda cfg: cfg.selection != "all", "a selection"),
+    (("cov_bounds",), lambda cfg: cfg.selection == "clip_cov", "selection: clip_cov"),
+    (("cov_kl_coef",), lambda cfg: cfg.selection == "kl_cov", "selection: kl_cov"),
+    (("kl", "kl_in", "kl_gradient"), lambda cfg: cfg.kl_coef > 0, "a kl_coef above 0"),
+    (("kl_horizon",), lambda cfg: cfg.kl_target is not None, "kl_target"),
+    (("entropy_step",), lambda cfg: cfg.entropy_target is not None, "entropy_target"),
+    (("sampler_cap", "sampler_floor"), lambda cfg: cfg.sampler_correction != "none", "sampler_correction"),
+)
+"""(keys, whether they matter, what they need): a key that does nothing is a mistake about what runs."""
+
+
 def _impossible(cfg: Algorithm) -> Iterator[str]:
     """Combinations of parts that have no meaning, each with the reason and the remedy."""
     if cfg.scale in ("std", "batch_std", "mean") and not cfg.compares_groups:
@@ -222,7 +246,7 @@ def _impossible(cfg: Algorithm) -> Iterator[str]:
         yield "surrogate 'gmpo' trains a sequence by one mean over its tokens; set selection: all"
     if cfg.dual_clip is not None and cfg.surrogate != "clip":
         yield f"dual_clip bounds the clipped surrogate, not {cfg.surrogate!r}; set dual_clip: null"
-    if cfg.dual_clip is not None and cfg.dual_clip <= cfg.clip_bounds[1]:
+    elif cfg.dual_clip is not None and cfg.dual_clip <= cfg.clip_bounds[1]:
         yield f"dual_clip must be above the clip at {cfg.clip_bounds[1]:g}, got {cfg.dual_clip:g}"
     if cfg.kl_coef > 0 and cfg.kl_in == "reward" and cfg.kl_gradient != "direct":
         yield f"kl_gradient {cfg.kl_gradient!r} has no effect in the reward; set kl_gradient: direct or kl_in: loss"
@@ -242,7 +266,16 @@ def _impossible(cfg: Algorithm) -> Iterator[str]:
     if cfg.baseline == "greedy" and cfg.overlong_share > 0:
         yield "baseline 'greedy' is a reward without the overlong penalty; set overlong_share: 0"
     if cfg.resample_rounds > 0 and not cfg.compares_groups:
-        yield f"resample_rounds looks for groups whose rewards differ, which baseline {cfg.baseline!r} does not need"
+        yield (
+            f"resample_rounds looks for groups whose rewards differ, which baseline {cfg.baseline!r} does not need; "
+            "set resample_rounds: 0"
+        )
+    for keys, at_work, needed in WITHOUT_EFFECT:
+        for key in keys:
+            value = getattr(cfg, key)
+            default = PRESETS[cfg.algorithm].parts.get(key, type(cfg).model_fields[key].default)
+            if value != default and not at_work(cfg):
+                yield f"{key} {value} has no effect without {needed}; leave it out"
 
 
 @dataclass(frozen=True, slots=True)

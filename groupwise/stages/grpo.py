@@ -9,7 +9,6 @@ from typing import Any
 
 from groupwise.config import GRPOStage
 from groupwise.curriculum import Curriculum
-from groupwise.metrics import group_metrics
 from groupwise.stages import StageContext
 from groupwise.stages.evaluate import greedy_accuracy
 from groupwise.stages.training import train
@@ -47,7 +46,7 @@ def run(ctx: StageContext) -> dict[str, Any]:
         start = time.perf_counter()
         groups = ctx.dir.load_rollouts(step)
         if groups and groups[0].rollouts[0].completion.policy_version == policy.version:
-            metrics = group_metrics(groups) | {
+            metrics = trainer.describe(groups) | {
                 "data/prompts_too_long": float(max(0, cfg.prompts_per_step - len(groups)))
             }
         else:

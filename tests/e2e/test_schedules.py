@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -114,3 +115,16 @@ def test_the_schedules_were_at_work(unbroken: Path) -> None:
             n = len(r.completion.token_ids)
             assert [len(x or ()) for x in (r.old_logps, r.ref_logps, r.values)] == [n, n, n + 1]
             assert r.advantage is not None
+
+
+def test_every_metric_of_a_step_is_in_the_documentation(unbroken: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([a-z_]+/[a-z_<>]+)`", text.split("## Reading the metrics")[1]))
+    found = {
+        re.sub(r"(grad_norm)/.*", r"\1/<block>", key)
+        for stage in STAGES
+        for row in rows(unbroken, stage)
+        for key in row
+    }
+    found -= {"step", "reward/correctness", "reward/format"}  # parts
+    assert found <= named

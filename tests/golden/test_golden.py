@@ -38,7 +38,7 @@ def golden_run(algorithm: str) -> tuple[list[dict[str, float]], torch.Tensor]:
         lr=1e-4,
         max_tokens=12,
         max_batch_tokens=96,
-        critic=CriticConfig(lr=1e-4),
+        critic=CriticConfig(lr=1e-4) if algorithm == "ppo" else CriticConfig(),
     )
     trainer = GRPOTrainer("builtin:tiny", reward_model=by_letters, config=config)
     with warnings.catch_warnings():
