@@ -44,13 +44,14 @@ class Policy:
         *,
         lora: LoRA | None = None,
         system_prompt: str = "none",
+        seed: int = 0,
     ) -> None:
         stop = model.generation_config.eos_token_id if model.generation_config is not None else None
         extra = [] if stop is None else stop if isinstance(stop, list) else [stop]
         self.tokenizer = tokenizer
         self.chat = Chat(tokenizer, system_prompt, extra)
         self.base = model
-        self.model: Any = model if lora is None else _with_adapters(model, lora)
+        self.model: Any = model if lora is None else _with_adapters(model, lora, seed)
         self.model.eval()  # dropout would make the ratio of new to old log-probs random
         self.version = 0
         self.attention: Literal["packed", "padded"] = "packed"
@@ -82,7 +83,7 @@ class Policy:
             tokenizer: needed with a loaded model whose `name_or_path` has none.
             lora: train adapters instead of all weights; the reference is then the model without them.
             device: CUDA where there is one, else the CPU.
-            seed: of the weights that `builtin:tiny` starts from.
+            seed: of the weights that `builtin:tiny` starts from, and of an adapter's.
 
         Raises:
             ValueError: the source is no model, or its tokenizer cannot be found.
@@ -92,7 +93,7 @@ class Policy:
             model, found = source, tokenizer
             if found is None:
                 found = _load_tokenizer(source.name_or_path)
-            return cls(model, found, lora=lora, system_prompt=system_prompt)
+            return cls(model, found, lora=lora, system_prompt=system_prompt, seed=seed)
         name = str(source)
         if name == BUILTIN_TINY:
             found = tokenizer or tiny_tokenizer()
@@ -106,7 +107,7 @@ class Policy:
             if extra:
                 _forget_quantisation(model)
             found = tokenizer or _load_tokenizer(folder, **extra)
-        return cls(model.to(device, DTYPES[dtype]), found, lora=lora, system_prompt=system_prompt)
+        return cls(model.to(device, DTYPES[dtype]), found, lora=lora, system_prompt=system_prompt, seed=seed)
 
     # -- properties ----------------------------------------------------------------------------------------------
 
@@ -279,8 +280,10 @@ class Policy:
 
     def load_trainable_state(self, state: dict[str, Tensor]) -> None:
         own = self.trainable_state()
-        if own.keys() != state.keys():
-            raise ValueError("the checkpoint holds other weights than this model trains; was `lora` changed?")
+        if {name: w.shape for name, w in own.items()} != {name: w.shape for name, w in state.items()}:
+            raise ValueError(
+                "the checkpoint holds other weights than this model trains; was the model or `lora` changed?"
+            )
         for name, weight in own.items():
             weight.copy_(state[name])
 
@@ -344,14 +347,16 @@ def _load_tokenizer(source: str, **extra: Any) -> PreTrainedTokenizerBase:
         raise ValueError(f"no tokenizer found for model {source!r}; pass tokenizer=") from error
 
 
-def _with_adapters(model: PreTrainedModel, lora: LoRA) -> Any:
+def _with_adapters(model: PreTrainedModel, lora: LoRA, seed: int) -> Any:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise ValueError("lora needs the peft library; install it with: pip install 'groupwise[lora]'") from error
     targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, task_type="CAUSAL_LM")
-    return get_peft_model(model, config)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return get_peft_model(model, config)
 
 
 def _merged_state(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -108,7 +108,7 @@ def _conversation_problems(path: Path) -> list[str]:
     try:
         rows = read_jsonl(path)
     except ValueError as error:
-        return [f"{path} is not JSONL: {error}"]
+        return [str(error)]
     for number, row in enumerate(rows, start=1):
         messages = row.get("messages")
         if not isinstance(messages, list) or not messages or messages[-1].get("role") != "assistant":

@@ -28,6 +28,8 @@ from typing import Any
 from groupwise.types import Completion, Group, Prompt, Reward, Rollout
 
 KEEP_CHECKPOINTS = 2
+LEFT_OUT = b"prompts_too_long"
+"""Key in the metadata of a rollout file."""
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -55,8 +57,13 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The complete lines of a JSONL file; a last line torn by a kill is left out."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
+        try:
+            rows += [json.loads(line)] if line else []
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} line {number} is not JSON: {error}") from error
+    return rows
 
 
 class RunDir:
@@ -166,8 +173,8 @@ class StageDir:
 
     # -- rollouts --------------------------------------------------------------------------------------------------
 
-    def save_rollouts(self, step: int, groups: Sequence[Group]) -> None:
-        """Write every sample of a step to rollouts/step-NNNNNN.parquet, one row each."""
+    def save_rollouts(self, step: int, groups: Sequence[Group], prompts_too_long: int = 0) -> None:
+        """Write every sample of a step to rollouts/step-NNNNNN.parquet, one row each, and what was left out."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -176,8 +183,16 @@ class StageDir:
         rows = [_row(g, i, sample, r) for i, g in enumerate(groups) for sample, r in enumerate(g.rollouts)]
         final = folder / f"step-{step:06d}.parquet"
         temporary = final.with_name(f".{final.name}.tmp")
-        pq.write_table(pa.Table.from_pylist(rows, schema=_schema()), temporary)
+        schema = _schema().with_metadata({LEFT_OUT: str(prompts_too_long)})
+        pq.write_table(pa.Table.from_pylist(rows, schema=schema), temporary)
         temporary.replace(final)
+
+    def prompts_left_out(self, step: int) -> int:
+        """Prompts that were too long for the step whose rollouts were saved."""
+        import pyarrow.parquet as pq
+
+        metadata = pq.read_schema(self.path / "rollouts" / f"step-{step:06d}.parquet").metadata
+        return int(metadata[LEFT_OUT])
 
     def load_rollouts(self, step: int) -> list[Group] | None:
         """The groups of a step as they were saved, or None.
@@ -192,7 +207,10 @@ class StageDir:
         if not file.exists():
             return None
         try:
-            rows = pq.read_table(file).to_pylist()
+            table = pq.read_table(file)
+            if missing := [name for name in _schema().names if name not in table.column_names]:
+                raise OSError(f"it has no column {missing[0]}, another version wrote it")
+            rows = table.to_pylist()
         except (pa.ArrowInvalid, OSError) as error:
             raise ValueError(f"{file} is damaged ({error}); delete it, and the step is drawn again") from error
         groups: list[Group] = []

@@ -36,7 +36,7 @@ from groupwise.types import Group, Message, Prompt, Rollout, stable_hash
 
 ModelSource: TypeAlias = str | Path | PreTrainedModel | Policy
 PromptSource: TypeAlias = str | Sequence[Message] | Prompt
-Refill: TypeAlias = Callable[[int, int], Iterable[PromptSource]]
+Refill: TypeAlias = Callable[[int, int], Iterable[PromptSource] | None]
 """(round, count) -> fresh prompts, for dynamic sampling; rounds count from 1."""
 
 
@@ -140,7 +140,7 @@ class GRPOTrainer:
             warnings.warn("no refill is given: groups without signal are left out, not replaced", stacklevel=2)
         for number in range(1, cfg.resample_rounds + 1):
             missing = len(asked) - sum(self._differs(g) for r in rounds for g in r.groups)
-            fresh = [] if refill is None or missing <= 0 else [Prompt.of(p) for p in refill(number, missing)]
+            fresh = [] if refill is None or missing <= 0 else [Prompt.of(p) for p in refill(number, missing) or ()]
             if not fresh:
                 break
             rounds.append(self._sample(fresh[:missing], number))
@@ -202,6 +202,8 @@ class GRPOTrainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if (state["critic"] is None) != (self.critic is None):
+            raise ValueError("the checkpoint and the trainer do not both have a critic; was `algorithm` changed?")
         self.policy.load_trainable_state(state["weights"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.coefficients.load_state_dict(state["coefficients"])
@@ -212,6 +214,10 @@ class GRPOTrainer:
         self.step, self.policy.version = state["step"], state["version"]
 
     # -- sampling ------------------------------------------------------------------------------------------------
+
+    def fits(self, prompt: Prompt) -> bool:
+        """Whether a prompt is short enough to be drawn from; longer ones are left out of a step, and counted."""
+        return len(self.policy.chat.prompt_ids(prompt.messages)) <= self._longest_prompt
 
     @property
     def _longest_prompt(self) -> int:
@@ -344,6 +350,7 @@ class GRPOTrainer:
     def _accumulate(self, segments: list[Segment]) -> Metrics:
         """The gradient of one optimiser step, and its metrics."""
         cfg = self.current
+        self.optimizer.forget_gradients()  # of an update that was interrupted
         parts: list[tuple[int, Metrics]] = []
         for batch in self._pack(segments):
             logp_T, entropy_T, value_T = self._forward(batch, detach_entropy=cfg.entropy_coef == 0)
@@ -393,6 +400,7 @@ class GRPOTrainer:
         steps = []
         for _ in range(self.config.ppo_epochs):
             for minibatch in steps_of_epoch:
+                critic.optimizer.forget_gradients()
                 parts = []
                 for batch in self._pack(minibatch):
                     loss, metrics = critic.loss(

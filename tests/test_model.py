@@ -245,11 +245,25 @@ def test_the_reference_under_an_adapter_is_the_model_without_it(llama, tokenizer
     assert (policy.token_logprobs(batch)[0] - base).abs().max() > 0.1
 
 
+def test_an_adapter_begins_as_its_seed_says(llama, tokenizer) -> None:
+    def start(seed: int) -> list[torch.Tensor]:
+        lora = LoRA(rank=4, alpha=8)
+        return list(Policy.load(llama(), tokenizer=tokenizer, lora=lora, seed=seed).trainable_state().values())
+
+    torch.manual_seed(1)
+    one = start(0)
+    torch.manual_seed(2)
+    assert all(torch.equal(a, b) for a, b in zip(one, start(0), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(one, start(3), strict=True))
+
+
 def test_a_checkpoint_of_other_weights_is_refused(llama, tokenizer) -> None:
     whole = Policy(llama(), tokenizer)
     adapter = Policy(llama(), tokenizer, lora=LoRA(rank=4, alpha=8))
-    with pytest.raises(ValueError, match="was `lora` changed"):
-        whole.load_trainable_state(adapter.trainable_state())
+    narrow = {name: weight[..., :1] for name, weight in whole.trainable_state().items()}  # which copying would spread
+    for state in (adapter.trainable_state(), narrow):
+        with pytest.raises(ValueError, match="or `lora` changed"):
+            whole.load_trainable_state(state)
     twin = Policy(llama(seed=9), tokenizer)
     twin.load_trainable_state(whole.trainable_state())
     batch = Batch.of(some_segments())

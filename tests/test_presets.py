@@ -16,6 +16,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a deviation of nothing": ({"baseline": "none"}, "set scale: none"),
     "a deviation beside the critic": ({"algorithm": "ppo", "scale": "std"}, "set scale: none"),
     "the mean of others": ({"scale": "mean", "baseline": "leave_one_out"}, "derived for baseline 'mean'"),
+    "the mean less a penalty": ({"algorithm": "maxrl", "overlong_share": 0.1}, "set overlong_share: 0"),
+    "the mean less a KL": ({"algorithm": "maxrl", "kl_coef": 0.1, "kl_in": "reward", "kl": "k1"}, "set kl_in: loss"),
     "signal without groups": ({"scale": "signal_share", "baseline": "none"}, "does not need"),
     "signal counted twice": ({"algorithm": "gpg", "resample_rounds": 1}, "set resample_rounds: 0"),
     "a critic of whole samples": ({"baseline": "critic", "scale": "none"}, "needs credit: token"),

@@ -33,8 +33,13 @@ def test_rollouts_come_back_bit_for_bit(stage):
         Rollout(Completion((5,), logps[:1], "length", 12), "", Reward(None, {"correctness": None}), None),
     ]
     groups = [Group(prompt, (1, 2), rollouts), Group(Prompt("b", prompt.messages, None), (3,), rollouts[:1])]
-    stage.save_rollouts(3, groups)
+    groups[0].greedy_reward = 0.5
+    turns = Completion((5, 6, 7), logps, "stop", 12, sampled=(True, False, True))
+    scores = {"old_logps": logps[:2], "entropies": logps[1:], "ref_logps": logps[:2], "values": logps}
+    groups[1].rollouts.append(Rollout(turns, "", Reward(1.0), 0.25, **scores))
+    stage.save_rollouts(3, groups, prompts_too_long=2)
     assert stage.load_rollouts(3) == groups
+    assert stage.prompts_left_out(3) == 2
     assert stage.load_rollouts(4) is None
 
 
@@ -115,3 +120,24 @@ def test_damaged_files_are_named_with_the_remedy(stage):
     file.write_bytes(file.read_bytes()[:-20])
     with pytest.raises(ValueError, match=r"step-000000.parquet is damaged.*drawn again"):
         stage.load_rollouts(0)
+
+
+def test_rollouts_of_another_version_are_named_with_the_remedy(stage):
+    import pyarrow.parquet as pq
+
+    prompt = Prompt.of("1 + 1")
+    groups = [Group(prompt, (1,), [Rollout(Completion((5,), (-1.0,), "stop"), "", Reward(1.0), 0.0)])]
+    stage.save_rollouts(0, groups)
+    file = stage.path / "rollouts" / "step-000000.parquet"
+    for column in ("sampled", "ref_logps"):
+        pq.write_table(pq.read_table(file).drop_columns([column]), file)
+        with pytest.raises(ValueError, match=f"has no column {column}.* delete it, and the step is drawn again"):
+            stage.load_rollouts(0)
+        stage.save_rollouts(0, groups)
+
+
+def test_a_malformed_line_is_named(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"a": 1}\n{bad\n')
+    with pytest.raises(ValueError, match=r"rows\.jsonl line 2 is not JSON"):
+        read_jsonl(file)

@@ -18,6 +18,7 @@ from groupwise.config import CriticConfig, CurriculumConfig, LoRA
 from groupwise.curriculum import Curriculum
 from groupwise.engines import Request
 from groupwise.engines.scripted import ScriptedEngine
+from groupwise.experience import minibatches
 from groupwise.model import Policy
 from groupwise.rewards import RewardComposer
 from groupwise.trainer import GRPOTrainer
@@ -245,6 +246,36 @@ def test_a_resumed_ppo_run_continues_bit_for_bit(kind, lora, make_trainer, llama
     for _ in range(2):
         assert steady(resumed.train_step(PROMPTS)) == steady(unbroken.train_step(PROMPTS))
     assert same(weights(unbroken), weights(resumed))
+
+
+@pytest.mark.parametrize("kind", ["separate", "shared"])
+def test_an_update_that_was_interrupted_leaves_nothing_behind(kind, make_trainer, monkeypatch) -> None:
+    settings = {"algorithm": "ppo", "max_batch_tokens": 30, "critic": CriticConfig(model=kind)}
+    calm, broken = make_trainer(**settings), make_trainer(**settings)
+    groups, _ = calm.collect(PROMPTS)
+    pack, calls = broken._pack, []
+
+    def stop_at_the_third_batch(segments: Any) -> Any:
+        for batch in pack(segments):
+            calls.append(batch)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            yield batch
+
+    with monkeypatch.context() as patch:
+        patch.setattr(broken, "_pack", stop_at_the_third_batch)
+        with pytest.raises(KeyboardInterrupt):
+            broken._accumulate(next(iter(minibatches(groups, broken._prepare(groups), broken.current, 0))))
+    assert any(p.grad is not None for p in broken.policy.named_parameters.values())
+    assert steady(broken.update(groups)) == steady(calm.update(groups))
+    assert same(weights(broken), weights(calm))
+
+
+def test_the_state_of_another_algorithm_is_refused(make_trainer) -> None:
+    with pytest.raises(ValueError, match="do not both have a critic"):
+        make_trainer(algorithm="ppo").load_state_dict(make_trainer().state_dict())
+    with pytest.raises(ValueError, match="do not both have a critic"):
+        make_trainer().load_state_dict(make_trainer(algorithm="ppo").state_dict())
 
 
 # -- several turns ---------------------------------------------------------------------------------------------------

@@ -63,7 +63,9 @@ def group_advantages(
         divisor = _deviation(scored, ddof) + eps
     elif scale == "mean":
         if min(scored) < 0:
-            raise ValueError(f"scale 'mean' divides by the mean of rewards >= 0, got {list(rewards_G)}")
+            raise ValueError(
+                f"scale 'mean' needs rewards >= 0, got {list(rewards_G)}; add a constant, or set scale: std"
+            )
         divisor = mean + eps
     expected = _expectation(rewards_G, scored, mean, baseline, lengths_G, greedy)
     if expected is None:

@@ -222,6 +222,10 @@ def _impossible(cfg: Algorithm) -> Iterator[str]:
         yield f"scale {cfg.scale!r} goes with a baseline from the group, not {cfg.baseline!r}; set scale: none"
     if cfg.scale == "mean" and cfg.baseline != "mean":
         yield f"scale 'mean' (MaxRL) is derived for baseline 'mean', not {cfg.baseline!r}"
+    if cfg.scale == "mean" and cfg.overlong_share > 0:
+        yield "scale 'mean' needs rewards >= 0, which the overlong penalty makes negative; set overlong_share: 0"
+    if cfg.scale == "mean" and cfg.kl_coef > 0 and cfg.kl_in == "reward":
+        yield "scale 'mean' needs rewards >= 0, which a KL makes negative; set kl_in: loss"
     if cfg.scale == "signal_share" and not cfg.compares_groups:
         yield f"scale 'signal_share' counts groups whose rewards differ, which baseline {cfg.baseline!r} does not need"
     if cfg.baseline == "critic" and cfg.credit != "token":

@@ -38,7 +38,7 @@ def run(ctx: StageContext) -> dict[str, Any]:
         config=config,
         total_steps=cfg.steps * cfg.ppo_epochs * cfg.minibatches,
     )
-    source = PromptSource(task, seed, _curriculum(cfg, task, seed))
+    source = PromptSource(task, seed, _curriculum(ctx, cfg, trainer, task))
     held_out = task.sample(cfg.eval_prompts, seed=ctx.seed, split="test") if cfg.eval_every else []
     advised: set[str] = set()
 
@@ -46,15 +46,13 @@ def run(ctx: StageContext) -> dict[str, Any]:
         start = time.perf_counter()
         groups = ctx.dir.load_rollouts(step)
         if groups and groups[0].rollouts[0].completion.policy_version == policy.version:
-            metrics = trainer.describe(groups) | {
-                "data/prompts_too_long": float(max(0, cfg.prompts_per_step - len(groups)))
-            }
+            metrics = trainer.describe(groups) | {"data/prompts_too_long": float(ctx.dir.prompts_left_out(step))}
         else:
             groups, metrics = trainer.collect(
                 source.draw(step, 0, cfg.prompts_per_step),
                 refill=lambda number, count: source.draw(step, number, count),
             )
-            ctx.dir.save_rollouts(step, groups)
+            ctx.dir.save_rollouts(step, groups, int(metrics["data/prompts_too_long"]))
         if source.curriculum is not None:
             source.curriculum.record(groups)
             metrics |= source.curriculum.metrics()
@@ -91,10 +89,21 @@ class PromptSource:
         return self.task.sample(count, seed=(seed, step))
 
 
-def _curriculum(cfg: GRPOStage, task: Task, seed: int) -> Curriculum | None:
+def _curriculum(ctx: StageContext, cfg: GRPOStage, trainer: GRPOTrainer, task: Task) -> Curriculum | None:
     if cfg.curriculum is None:
         return None
-    return Curriculum(cfg.curriculum, task.sample(cfg.curriculum.pool, seed=(seed, 0)))
+    drawn = task.sample(cfg.curriculum.pool, seed=(trainer.config.seed, 0))
+    curriculum = Curriculum(cfg.curriculum, [p for p in drawn if trainer.fits(p)])
+    if not curriculum.prompts:
+        raise ValueError(
+            "curriculum: every prompt of the pool is too long; raise max_prompt_tokens or lower max_tokens"
+        )
+    if len(curriculum.prompts) < cfg.curriculum.pool:
+        ctx.progress.note(
+            f"{cfg.name}: the curriculum's pool holds {len(curriculum.prompts)} prompts, not {cfg.curriculum.pool}: "
+            "the rest are repeated or too long"
+        )
+    return curriculum
 
 
 @dataclass(frozen=True, slots=True)

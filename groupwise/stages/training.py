@@ -63,6 +63,8 @@ def _take_up(ctx: StageContext, state: Resumable) -> tuple[int, dict[str, float]
         metrics: dict[str, float] = json.loads((folder / "metrics.json").read_text())
     except (OSError, EOFError, RuntimeError, ValueError, UnpicklingError) as error:
         raise ValueError(f"checkpoint {folder} cannot be read ({error}); delete it to go on without it") from error
+    except KeyError as error:
+        raise ValueError(f"checkpoint {folder} holds no {error}: another version wrote it; delete it") from error
     ctx.dir.forget_metrics_from(step)
     if not any(m["step"] == step - 1 for m in ctx.dir.metrics()):
         ctx.dir.log(step - 1, metrics)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from groupwise import pipeline
 from groupwise.config import Recipe
@@ -128,3 +130,59 @@ def test_every_metric_of_a_step_is_in_the_documentation(unbroken: Path) -> None:
     }
     found -= {"step", "reward/correctness", "reward/format"}  # parts
     assert found <= named
+
+
+LONG = """
+name: long
+model: builtin:tiny
+threads: 1
+task: {kind: files, path: PATH}
+rewards: {correctness: 1.0}
+stages:
+  - {name: rl, kind: grpo, algorithm: ALGORITHM, steps: 4, prompts_per_step: 3, group_size: 2, max_tokens: 4,
+     max_prompt_tokens: 40, checkpoint_every: 2, KEYS}
+"""
+
+
+def write_rows(folder: Path) -> Path:
+    """Ten short questions and two that are too long."""
+    questions = [f"{n}+1" for n in range(10)] + [f"{n} " + "very " * 20 for n in range(2)]
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": q, "answer": "1"}) + "\n" for q in questions))
+    return file
+
+
+def run_long(folder: Path, progress: Progress | None = None, **keys: str) -> list[dict[str, Any]]:
+    text = LONG.replace("PATH", str(write_rows(folder.parent)))
+    for name, value in keys.items():
+        text = text.replace(name, value)
+    with progress or Progress() as shown:
+        pipeline.run(parse_recipe(text), folder, shown)
+    return rows(folder, "01-rl")
+
+
+def test_a_curriculum_draws_no_prompt_that_is_too_long(tmp_path: Path) -> None:
+    steps = run_long(tmp_path / "run", ALGORITHM="grpo", KEYS="curriculum: {pool: 12}")
+    assert [row["data/prompts_too_long"] for row in steps] == [0.0] * 4
+    assert [row["group/count"] for row in steps] == [3.0] * 4
+
+
+def test_what_was_left_out_is_counted_the_same_after_a_stop(tmp_path: Path) -> None:
+    keys = {"ALGORITHM": "dapo", "KEYS": "resample_rounds: 2"}
+    unbroken = run_long(tmp_path / "unbroken", **keys)
+    assert any(row["data/prompts_too_long"] for row in unbroken)
+    with pytest.raises(KeyboardInterrupt):
+        run_long(tmp_path / "run", Stopping("rl", 3), **keys)
+    assert run_long(tmp_path / "run", **keys) == unbroken
+
+
+def test_a_checkpoint_of_another_version_is_named_with_the_remedy(tmp_path: Path) -> None:
+    keys = {"ALGORITHM": "grpo", "KEYS": "lr: 0.0"}
+    with pytest.raises(KeyboardInterrupt):
+        run_long(tmp_path / "run", Stopping("rl", 2), **keys)
+    file = tmp_path / "run" / "01-rl" / "checkpoints" / "step-000002" / "state.pt"
+    state = torch.load(file)
+    del state["coefficients"]
+    torch.save(state, file)
+    with pytest.raises(pipeline.StageError, match="holds no 'coefficients': another version wrote it; delete it"):
+        run_long(tmp_path / "run", **keys)
